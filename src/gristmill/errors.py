@@ -1,0 +1,70 @@
+"""Every error gristmill raises on purpose.
+
+Each derives from `GristmillError` and from the built-in error that a caller of PyTorch would
+expect, so both `except GristmillError` and `except ValueError` work.
+"""
+
+from __future__ import annotations
+
+
+class GristmillError(Exception):
+    """The base of all errors below."""
+
+
+class ArgumentError(GristmillError, ValueError):
+    """An argument of an op has a value, shape, stride or device that the op does not take."""
+
+
+class DtypeError(GristmillError, TypeError):
+    """An argument of an op has a type or dtype that the op does not take."""
+
+
+class SettingsError(GristmillError, ValueError):
+    """A GRISTMILL_* environment variable is unknown or has a value that is not allowed."""
+
+
+class UnknownVariant(GristmillError, ValueError):  # noqa: N818 - reads as what it says
+    """A variant or an op was named that does not exist."""
+
+
+class VariantUnavailable(GristmillError, RuntimeError):  # noqa: N818
+    """A variant was asked for by name and cannot run this call; the message says why."""
+
+
+class CompilerUnavailable(GristmillError, RuntimeError):  # noqa: N818
+    """NVRTC cannot be used here; the message is one sentence that says what to install."""
+
+
+class CompileError(GristmillError, RuntimeError):
+    """NVRTC refused a program.
+
+    `log` is the compiler's whole output, `source_line` the offending line with its file and number
+    ("" where the log names none), `program` the file that was compiled.
+    """
+
+    def __init__(self, message: str, *, log: str = "", source_line: str = "", program: str = ""):
+        super().__init__(message)
+        self.log = log
+        self.source_line = source_line
+        self.program = program
+
+
+class KernelNotCached(GristmillError, RuntimeError):  # noqa: N818
+    """Compiling is forbidden (GRISTMILL_JIT=off) and a kernel is in no cache."""
+
+
+class DriverError(GristmillError, RuntimeError):
+    """The CUDA driver refused a call, or is not there. `code` and `name` are the driver's own."""
+
+    def __init__(self, message: str, *, code: int = 0, name: str = ""):
+        super().__init__(message)
+        self.code = code
+        self.name = name
+
+
+class DoubleBackwardError(GristmillError, RuntimeError):
+    """The gradient of a gradient was asked of an op that has none."""
+
+
+class TableError(GristmillError, ValueError):
+    """A tuning table cannot be read or written."""

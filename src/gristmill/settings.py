@@ -1,0 +1,158 @@
+"""Every environment variable gristmill reads: its name, its values, its default, what it does.
+
+Nothing else in the library looks at the environment. It is parsed once, at the first use of
+`settings()`, never at import, so a mistake in it is an error of the first call that needs it and
+not of `import gristmill`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from gristmill.errors import SettingsError
+
+PREFIX = "GRISTMILL_"
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable, as documentation and `gristmill doctor` list it."""
+
+    name: str
+    values: str
+    default: str
+    help: str
+
+
+CACHE_DIR = Variable(
+    "GRISTMILL_CACHE_DIR",
+    "a path",
+    "$XDG_CACHE_HOME/gristmill, else ~/.cache/gristmill",
+    "the folder that holds compiled kernels and tuned tables",
+)
+JIT = Variable(
+    "GRISTMILL_JIT",
+    "on|off",
+    "on",
+    "off forbids compiling: a kernel that is in no cache raises KernelNotCached",
+)
+USE = Variable(
+    "GRISTMILL_USE",
+    "op:variant,op:variant,...",
+    "",
+    "the variant to run for each op named, as gristmill.use() does for a block of code",
+)
+TABLE = Variable(
+    "GRISTMILL_TABLE",
+    "on|off",
+    "on",
+    "off ignores the user's own tuned table; shipped tables still hold",
+)
+LOG = Variable(
+    "GRISTMILL_LOG",
+    "debug|info|warning|error",
+    "warning",
+    "the level of the logger named gristmill",
+)
+VARIABLES = (CACHE_DIR, JIT, USE, TABLE, LOG)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The parsed environment."""
+
+    cache_dir: Path
+    jit: bool
+    use: Mapping[str, str]
+    table: bool
+    log: str
+
+
+_current: Settings | None = None
+
+
+def settings() -> Settings:
+    """The settings of this process, parsed from the environment at the first call."""
+    return _current if _current is not None else reload_settings()
+
+
+def reload_settings() -> Settings:
+    """Parse the environment again. Programs never need this; tests that change it do."""
+    global _current
+    parsed = _parse(os.environ)
+    if _text(os.environ, LOG):  # unset, the level is the program's own business
+        logging.getLogger("gristmill").setLevel(parsed.log.upper())
+    _current = parsed
+    return parsed
+
+
+def _parse(environment: Mapping[str, str]) -> Settings:
+    known = {variable.name for variable in VARIABLES}
+    for name in sorted(environment):
+        if name.startswith(PREFIX) and name not in known:
+            raise SettingsError(
+                f"{name} is not a setting of gristmill"
+                f"{_meant(name, known)}; there are: {', '.join(sorted(known))}"
+            )
+    return Settings(
+        cache_dir=_cache_dir(environment),
+        jit=_word(environment, JIT) == "on",
+        use=_use(_text(environment, USE)),
+        table=_word(environment, TABLE) == "on",
+        log=_word(environment, LOG),
+    )
+
+
+def _text(environment: Mapping[str, str], variable: Variable) -> str:
+    # An empty variable is an unset one, as in a shell: `GRISTMILL_JIT= python ...`.
+    return environment.get(variable.name, "").strip()
+
+
+def _word(environment: Mapping[str, str], variable: Variable) -> str:
+    text = _text(environment, variable) or variable.default
+    allowed = variable.values.split("|")
+    if text.lower() not in allowed:
+        raise SettingsError(
+            f"{variable.name}={text!r} is not allowed{_meant(text.lower(), allowed)}; "
+            f"it takes one of: {', '.join(allowed)}"
+        )
+    return text.lower()
+
+
+def _use(text: str) -> Mapping[str, str]:
+    forced: dict[str, str] = {}
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        op, colon, variant = (piece.strip() for piece in part.partition(":"))
+        if not (op and colon and variant) or ":" in variant:
+            raise SettingsError(f"{USE.name}: {part!r} is not of the form op:variant")
+        if forced.setdefault(op, variant) != variant:
+            raise SettingsError(f"{USE.name} names {op} twice: {forced[op]} and {variant}")
+    return MappingProxyType(forced)
+
+
+def _cache_dir(environment: Mapping[str, str]) -> Path:
+    given = _text(environment, CACHE_DIR)
+    # The XDG specification says to ignore a relative path there.
+    shared = Path(environment.get("XDG_CACHE_HOME", ""))
+    try:
+        if given:
+            return Path(given).expanduser().absolute()
+        if shared.is_absolute():
+            return shared / "gristmill"
+        return Path("~/.cache/gristmill").expanduser()
+    except RuntimeError as error:
+        raise SettingsError(
+            f"the home folder of this user is unknown ({error}); "
+            f"set {CACHE_DIR.name} to the full path of a folder"
+        ) from error
+
+
+def _meant(word: str, known: set[str] | list[str]) -> str:
+    close = difflib.get_close_matches(word, sorted(known), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from gristmill.errors import GristmillError, SettingsError
+from gristmill.log import forget_warnings, logger, warn_once
+from gristmill.settings import VARIABLES, reload_settings, settings
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch):
+    for variable in VARIABLES:
+        monkeypatch.delenv(variable.name, raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/home/someone")
+    yield monkeypatch
+    monkeypatch.undo()
+    logger.setLevel(logging.NOTSET)
+    reload_settings()
+
+
+def test_defaults() -> None:
+    found = reload_settings()
+    assert found.cache_dir == Path("/home/someone/.cache/gristmill")
+    assert (found.jit, found.table, found.log, dict(found.use)) == (True, True, "warning", {})
+
+
+def test_each_variable_is_read(environment) -> None:
+    environment.setenv("GRISTMILL_CACHE_DIR", "~/kernels")
+    environment.setenv("GRISTMILL_JIT", "off")
+    environment.setenv("GRISTMILL_USE", " rms_norm:cuda_block , add_rms_norm:library,")
+    environment.setenv("GRISTMILL_TABLE", "OFF")
+    environment.setenv("GRISTMILL_LOG", "debug")
+    found = reload_settings()
+    assert found.cache_dir == Path("/home/someone/kernels")
+    assert found.jit is False
+    assert dict(found.use) == {"rms_norm": "cuda_block", "add_rms_norm": "library"}
+    assert found.table is False
+    assert found.log == "debug"
+    assert logger.getEffectiveLevel() == logging.DEBUG
+
+
+def test_the_program_may_set_the_level_itself(environment) -> None:
+    logger.setLevel(logging.INFO)
+    reload_settings()
+    assert logger.level == logging.INFO
+    environment.setenv("GRISTMILL_LOG", "error")
+    reload_settings()
+    assert logger.level == logging.ERROR
+
+
+def test_parsed_once(environment) -> None:
+    reload_settings()
+    environment.setenv("GRISTMILL_JIT", "off")
+    assert settings().jit is True
+    assert settings() is settings()
+    assert reload_settings().jit is False
+
+
+@pytest.mark.parametrize(
+    ("shared", "expected"),
+    [
+        ("/var/tmp/shared", "/var/tmp/shared/gristmill"),
+        ("relative/ignored", "/home/someone/.cache/gristmill"),
+        ("", "/home/someone/.cache/gristmill"),
+    ],
+)
+def test_xdg_cache_home(environment, shared: str, expected: str) -> None:
+    environment.setenv("XDG_CACHE_HOME", shared)
+    assert reload_settings().cache_dir == Path(expected)
+
+
+def test_relative_cache_dir_is_made_absolute(environment, tmp_path: Path) -> None:
+    environment.chdir(tmp_path)
+    environment.setenv("GRISTMILL_CACHE_DIR", "here")
+    assert reload_settings().cache_dir == tmp_path / "here"
+
+
+def test_empty_means_unset(environment) -> None:
+    environment.setenv("GRISTMILL_JIT", "")
+    environment.setenv("GRISTMILL_CACHE_DIR", "  ")
+    found = reload_settings()
+    assert found.jit is True
+    assert found.cache_dir == Path("/home/someone/.cache/gristmill")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("GRISTMILL_JIT", "of", ["GRISTMILL_JIT='of'", "did you mean off", "on, off"]),
+        ("GRISTMILL_TABLE", "1", ["GRISTMILL_TABLE='1'", "on, off"]),
+        ("GRISTMILL_LOG", "warn", ["GRISTMILL_LOG='warn'", "did you mean warning"]),
+        ("GRISTMILL_JITT", "on", ["GRISTMILL_JITT", "did you mean GRISTMILL_JIT", "GRISTMILL_USE"]),
+        ("GRISTMILL_USE", "rms_norm", ["GRISTMILL_USE", "'rms_norm'", "op:variant"]),
+        ("GRISTMILL_USE", "a:b:c", ["GRISTMILL_USE", "'a:b:c'", "op:variant"]),
+        ("GRISTMILL_USE", "a:b,a:c", ["GRISTMILL_USE", "twice", "b and c"]),
+    ],
+)
+def test_mistakes_are_named(environment, name: str, value: str, words: list[str]) -> None:
+    environment.setenv(name, value)
+    with pytest.raises(SettingsError) as caught:
+        reload_settings()
+    for word in words:
+        assert word in str(caught.value)
+    assert isinstance(caught.value, GristmillError)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_unknown_home_says_what_to_set(environment) -> None:
+    def unknown(self: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    environment.setattr(Path, "expanduser", unknown)
+    with pytest.raises(SettingsError, match="GRISTMILL_CACHE_DIR"):
+        reload_settings()
+
+
+def test_every_variable_is_described() -> None:
+    for variable in VARIABLES:
+        assert variable.name.startswith("GRISTMILL_")
+        assert variable.help
+        assert variable.values
+
+
+def test_warn_once(caplog: pytest.LogCaptureFixture) -> None:
+    forget_warnings()
+    for message in ("first", "second"):
+        warn_once("a", message)
+    warn_once("b", "third")
+    assert caplog.messages == ["first", "third"]
+
+
+def test_warnings_are_seen_without_a_log_and_not_doubled_with_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    logger.warning("degrading because of %s", "reasons")
+    assert capsys.readouterr().err == "gristmill: warning: degrading because of reasons\n"
+    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.NullHandler()])
+    logger.warning("again")
+    assert capsys.readouterr().err == ""
