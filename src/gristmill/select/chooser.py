@@ -1,0 +1,168 @@
+"""Which variant runs a problem, and the plan that runs it.
+
+Order of the decision: forced by name, the user's table, the shipped table, the op's own order of
+preference. Nothing is ever timed here. What cannot be built degrades to the next in that order,
+with one warning; what was asked for by name raises instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import torch
+
+from gristmill.errors import (
+    CompileError,
+    CompilerUnavailable,
+    DriverError,
+    UnknownVariant,
+    VariantUnavailable,
+)
+from gristmill.log import warn_once
+from gristmill.select.counters import count_choice, count_fallback
+from gristmill.select.overrides import active
+from gristmill.select.problem import Problem, bucket
+from gristmill.select.table import tables_for
+from gristmill.select.variant import Variant
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A variant with its config, and where that choice comes from."""
+
+    variant: Variant
+    config: Any
+    source: str
+    reason: str
+
+
+def ranked(op_name: str, variants: Sequence[Variant], problem: Problem) -> list[Choice]:
+    """The choices for `problem`: the first is what runs, the others stand in if it is not built.
+
+    Forced: exactly that one, or VariantUnavailable with its reason. Variants that decline the
+    problem come after all that do not.
+    """
+    name = active().get(op_name)
+    if name is not None:
+        return [_forced(op_name, name, variants, problem)]
+    choices: list[Choice] = []
+    for source in tables_for(problem.device):
+        found = source.table.lookup(problem, variants)
+        if found is not None:
+            choices.append(Choice(*found, source.label, source.note))
+    refusals = []
+    willing: list[Choice] = []
+    unwilling: list[Choice] = []
+    for position, variant in enumerate(variants, start=1):
+        reason = variant.supports(problem)
+        if reason is not None:
+            refusals.append(f"{variant.name}: {reason}")
+        elif all(choice.variant is not variant for choice in choices):
+            rank = f"number {position} of {len(variants)} in the order of preference"
+            choice = Choice(variant, variant.config(problem), "preference", rank)
+            (unwilling if variant.declines(problem) else willing).append(choice)
+    choices += willing + unwilling
+    if not choices:
+        raise VariantUnavailable(
+            f"{op_name}: no variant runs {problem.key(problem.rows)} on {problem.device}: "
+            + "; ".join(refusals)
+        )
+    return choices
+
+
+def resolve(
+    op_name: str, variants: Sequence[Variant], problem: Problem
+) -> tuple[Choice, Callable[..., Any]]:
+    """Choose for `problem` and build the plan: a callable over the op's positional arguments."""
+    failures = []
+    for choice in ranked(op_name, variants, problem):
+        variant = choice.variant
+        _warn_if_capturing(op_name, choice, problem)
+        try:
+            plan = variant.bind(problem, choice.config)
+        except (CompileError, CompilerUnavailable, DriverError) as error:
+            if choice.source == "forced":
+                raise
+            reason = f"{type(error).__name__}: {error}"
+            failures.append(f"{variant.name}: {reason}")
+            _remember_failure(problem, variant, reason)
+            count_fallback(op_name, variant.name)
+            warn_once(
+                f"fallback {op_name} {variant.name} {type(error).__name__}",
+                f"{op_name}: variant {variant.name} cannot be built on {problem.device}, "
+                f"the next one is used instead. {reason}",
+            )
+            continue
+        _forget_failure(problem, variant)
+        count_choice(op_name, variant.name)
+        return choice, plan
+    raise VariantUnavailable(
+        f"{op_name}: none of the variants that support {problem.key(problem.rows)} could be built "
+        f"on {problem.device}: " + "; ".join(failures)
+    )
+
+
+# Why a variant could not be built, for `explain`; one entry per variant and table key.
+_FAILURES: dict[tuple[str, str, str], str] = {}
+_FAILURES_LOCK = Lock()
+
+
+def failure_of(problem: Problem, variant: Variant) -> str | None:
+    """Why `variant` could not be built when a problem of this bucket was last resolved, if so."""
+    return _FAILURES.get(_failure_key(problem, variant))
+
+
+def forget_failures() -> None:
+    with _FAILURES_LOCK:
+        _FAILURES.clear()
+
+
+def _remember_failure(problem: Problem, variant: Variant, reason: str) -> None:
+    with _FAILURES_LOCK:
+        _FAILURES[_failure_key(problem, variant)] = reason
+
+
+def _forget_failure(problem: Problem, variant: Variant) -> None:
+    with _FAILURES_LOCK:
+        _FAILURES.pop(_failure_key(problem, variant), None)
+
+
+def _failure_key(problem: Problem, variant: Variant) -> tuple[str, str, str]:
+    return problem.device.name, problem.key(bucket(problem.rows)), variant.name
+
+
+def _forced(op_name: str, name: str, variants: Sequence[Variant], problem: Problem) -> Choice:
+    variant = next((one for one in variants if one.name == name), None)
+    if variant is None:
+        known = ", ".join(one.name for one in variants)
+        raise UnknownVariant(f"{op_name} has no variant {name!r}; there are: {known}")
+    reason = variant.supports(problem)
+    if reason is not None:
+        raise VariantUnavailable(
+            f"{op_name}: variant {name!r} was asked for by name, but cannot run "
+            f"{problem.key(problem.rows)} on {problem.device}: {reason}"
+        )
+    # A name says which kernel, not how: a measured config of that very variant still applies.
+    for source in tables_for(problem.device):
+        found = source.table.lookup(problem, variants)
+        if found is not None and found[0] is variant:
+            detail = f"asked for by name; config from the {source.label}"
+            return Choice(variant, found[1], "forced", detail)
+    return Choice(variant, variant.config(problem), "forced", "asked for by name")
+
+
+def _warn_if_capturing(op_name: str, choice: Choice, problem: Problem) -> None:
+    """Compiling inside a capture is legal and right, but a stall where nobody expects one."""
+    if problem.device.kind != "cuda" or not torch.cuda.is_initialized():
+        return
+    if not torch.cuda.is_current_stream_capturing():
+        return
+    if choice.variant.programs(problem, choice.config):
+        warn_once(
+            f"capture {op_name}",
+            f"{op_name}: a kernel is compiled or loaded during CUDA graph capture; call "
+            f"gristmill.warmup for this problem before capturing",
+        )

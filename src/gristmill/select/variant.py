@@ -1,0 +1,64 @@
+"""A variant: one way to compute an op, with the reasons why it may not apply."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from gristmill.jit.program import Program
+    from gristmill.select.problem import Problem
+
+
+class Variant(ABC):
+    """One implementation of an op.
+
+    Subclasses set `name` and `summary` (one line, for `explain` and the docs) and, where a launch
+    has something to choose, `config_type`: a frozen dataclass of plain values, so that a table can
+    hold it.
+    """
+
+    name: str
+    summary: str
+    config_type: ClassVar[type | None] = None
+
+    @abstractmethod
+    def supports(self, problem: Problem) -> str | None:
+        """None if it can run `problem`, else the reason why not, in a few words."""
+
+    def declines(self, problem: Problem) -> str | None:
+        """Why another variant should be preferred for `problem`, if so.
+
+        Ability is `supports`; this is only advice to the order of preference. A table, a name or
+        the lack of any other variant overrules it.
+        """
+        return None
+
+    @abstractmethod
+    def bind(self, problem: Problem, config: Any) -> Callable[..., Any]:
+        """The plan: a callable that takes the op's positional arguments and returns its outputs.
+
+        Compiles and loads what it needs, so it may raise CompileError, CompilerUnavailable,
+        DriverError (the chooser then degrades) or KernelNotCached (always the user's to see).
+        """
+
+    def config(self, problem: Problem) -> Any:
+        """The configuration for `problem` when no table knows better."""
+        return None
+
+    def programs(self, problem: Problem, config: Any) -> tuple[Program, ...]:
+        """What `bind` would compile; empty when nothing is compiled."""
+        return ()
+
+    def source_hash(self, problem: Problem, config: Any) -> str:
+        """Changes whenever the device code does: a measured row with another hash is stale."""
+        programs = self.programs(problem, config)
+        if not programs:
+            return ""
+        joined = "\n".join(program.digest() for program in programs)
+        return hashlib.sha256(joined.encode()).hexdigest()[:16]
+
+    def __repr__(self) -> str:
+        return f"<variant {self.name}>"

@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from select_fakes import H200, Config, Fake, problem
+
+from gristmill.errors import (
+    CompileError,
+    CompilerUnavailable,
+    DriverError,
+    KernelNotCached,
+    UnknownVariant,
+    VariantUnavailable,
+)
+from gristmill.select import (
+    Device,
+    Table,
+    counters,
+    ranked,
+    register_variants,
+    reset_tables,
+    resolve,
+    row_for,
+    use,
+)
+from gristmill.select.table import user_table_path
+from gristmill.settings import reload_settings
+
+
+def tuned(variant: Fake, config: Any = None) -> None:
+    """Put `variant` into the user's table as the winner of `problem()`."""
+    table = Table.for_device(H200)
+    row = row_for(problem(), variant, config, us=1.0, spread_us=0.0, second=None, date="2026-11-15")
+    table.put(row)
+    table.save(user_table_path(H200))
+    reset_tables()
+
+
+def names(variants: Sequence[Fake]) -> list[str]:
+    return [choice.variant.name for choice in ranked("toy", variants, problem())]
+
+
+def test_preference_is_the_order_of_the_variants_that_support_the_problem() -> None:
+    variants = [
+        Fake("first", refusal="needs N <= 128"),
+        Fake("second", configured=True),
+        Fake("third", by_request=True),
+        Fake("reference"),
+    ]
+    choices = ranked("toy", variants, problem())
+    assert [choice.variant.name for choice in choices] == ["second", "reference"]
+    assert choices[0].config == Config(threads=128)
+    assert choices[0].source == "preference"
+    assert choices[0].reason == "number 2 of 3 in the order of preference"
+
+
+def test_table_goes_before_preference_and_lists_its_variant_once() -> None:
+    variants = [Fake("first"), Fake("second", configured=True), Fake("reference")]
+    tuned(variants[1], Config(threads=64))
+    choices = ranked("toy", variants, problem())
+    assert [choice.variant.name for choice in choices] == ["second", "first", "reference"]
+    assert choices[0].config == Config(threads=64)
+    assert [choice.source for choice in choices] == ["user table", "preference", "preference"]
+
+
+def test_stale_row_falls_back_to_preference() -> None:
+    old, new = Fake("second", source="v1"), Fake("second", source="v2")
+    tuned(old)
+    assert names([Fake("first"), old]) == ["second", "first"]
+    assert names([Fake("first"), new]) == ["first", "second"]
+
+
+def test_table_does_not_choose_what_runs_by_request() -> None:
+    special = Fake("third", by_request=True)
+    tuned(special)
+    assert names([Fake("first"), special]) == ["first"]
+
+
+def test_forced_is_the_only_choice_and_beats_the_table() -> None:
+    variants = [Fake("first"), Fake("second"), Fake("third", by_request=True)]
+    tuned(variants[0])
+    for name in ("second", "third"):
+        with use("toy", name):
+            (choice,) = ranked("toy", variants, problem())
+        assert (choice.variant.name, choice.source) == (name, "forced")
+
+
+def test_forced_variant_takes_its_measured_config() -> None:
+    variants = [Fake("first"), Fake("second", configured=True)]
+    tuned(variants[1], Config(threads=1024))
+    with use("toy", "second"):
+        (choice,) = ranked("toy", variants, problem())
+    assert (choice.source, choice.config) == ("forced", Config(threads=1024))
+    assert "config from the user table" in choice.reason
+
+
+def test_forced_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRISTMILL_USE", "toy:second")
+    reload_settings()
+    assert names([Fake("first"), Fake("second")]) == ["second"]
+
+
+def test_forced_and_unsupported_raises_with_the_reason() -> None:
+    with (
+        use("toy", "first"),
+        pytest.raises(
+            VariantUnavailable,
+            match=r"toy: variant 'first'.*rows=1000 N=4096.*H200.*needs clusters",
+        ),
+    ):
+        ranked("toy", [Fake("first", refusal="needs clusters"), Fake("second")], problem())
+
+
+def test_forced_name_that_this_op_lacks_raises() -> None:
+    register_variants("toy", ["first", "elsewhere"])
+    with (
+        use("toy", "elsewhere"),
+        pytest.raises(UnknownVariant, match=r"toy has no variant 'elsewhere'; there are: first"),
+    ):
+        ranked("toy", [Fake("first")], problem())
+
+
+def test_nothing_supports_it_lists_every_reason() -> None:
+    variants = [Fake("first", refusal="too wide"), Fake("second", refusal="no fp64")]
+    with pytest.raises(VariantUnavailable, match=r"first: too wide; second: no fp64"):
+        ranked("toy", variants, problem())
+
+
+def test_resolve_binds_the_first_with_its_config() -> None:
+    first, second = Fake("first", configured=True), Fake("second")
+    choice, plan = resolve("toy", [first, second], problem())
+    assert plan(1, 2) == ("first", 1, 2)
+    assert choice.variant is first
+    assert first.bound == [(problem(), Config(threads=128))]
+    assert second.bound == []
+    assert counters()["choices"] == {"toy:first": 1}
+    assert counters()["fallbacks"] == {}
+
+
+FAILURES = [
+    CompileError("error: expected a ';'"),
+    CompilerUnavailable("install the nvrtc extra"),
+    DriverError("out of resources"),
+]
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: type(failure).__name__)
+def test_what_cannot_be_built_degrades_with_one_warning(
+    failure: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    variants = [Fake("first", failure=failure), Fake("second", refusal="no"), Fake("third")]
+    with caplog.at_level(logging.WARNING, logger="gristmill"):
+        choice, plan = resolve("toy", variants, problem())
+        resolve("toy", variants, problem(rows=1))
+    assert plan() == ("third",)
+    assert choice.source == "preference"
+    (record,) = caplog.records
+    assert "toy: variant first" in record.getMessage()
+    assert str(failure) in record.getMessage()
+    assert counters()["fallbacks"] == {"toy:first": 2}
+    assert counters()["choices"] == {"toy:third": 2}
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: type(failure).__name__)
+def test_forced_and_unbuildable_raises_the_reason_itself(failure: Exception) -> None:
+    variants = [Fake("first", failure=failure), Fake("second")]
+    with use("toy", "first"), pytest.raises(type(failure)) as caught:
+        resolve("toy", variants, problem())
+    assert caught.value is failure
+    assert counters()["fallbacks"] == {}
+
+
+def test_tuned_winner_that_cannot_be_built_degrades_to_preference() -> None:
+    variants = [Fake("first"), Fake("second", failure=DriverError("no"))]
+    tuned(variants[1])
+    choice, _ = resolve("toy", variants, problem())
+    assert (choice.variant.name, choice.source) == ("first", "preference")
+
+
+@pytest.mark.parametrize("failure", [KernelNotCached("run warmup"), MemoryError("x")])
+def test_a_missing_kernel_and_foreign_errors_never_degrade(failure: Exception) -> None:
+    second = Fake("second")
+    with pytest.raises(type(failure)):
+        resolve("toy", [Fake("first", failure=failure), second], problem())
+    assert second.bound == []
+
+
+def test_nothing_can_be_built_names_every_failure() -> None:
+    variants = [Fake("first", failure=FAILURES[0]), Fake("second", failure=FAILURES[1])]
+    with pytest.raises(VariantUnavailable, match=r"first: CompileError.*second: CompilerUnav"):
+        resolve("toy", variants, problem())
+
+
+def test_building_in_a_capture_warns_once_and_names_the_warm_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    compiled, library = Fake("first", source="text"), Fake("second")
+    with caplog.at_level(logging.WARNING, logger="gristmill"):
+        resolve("toy", [library], problem())
+        resolve("toy", [compiled], problem(device=Device("cpu", "cpu")))
+        assert caplog.records == []
+        resolve("toy", [compiled], problem())
+        _, plan = resolve("toy", [compiled], problem(rows=1))
+    assert plan() == ("first",)
+    (record,) = caplog.records
+    assert "gristmill.warmup" in record.getMessage()
+
+
+def test_a_device_without_tables_costs_no_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranked("toy", [Fake("first")], problem())
+
+    def forbidden(*args: object) -> None:
+        raise AssertionError("read the disk again")
+
+    monkeypatch.setattr(Table, "load", forbidden)
+    monkeypatch.setattr("gristmill.select.table.user_table_path", forbidden)
+    assert names([Fake("first")]) == ["first"]

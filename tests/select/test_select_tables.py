@@ -1,0 +1,271 @@
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from select_fakes import H200, Config, Fake, problem
+
+from gristmill.errors import TableError
+from gristmill.select import Device, Row, RunnerUp, Table, reset_tables, row_for, table, tables_for
+from gristmill.select.table import slug, user_table_path
+from gristmill.settings import reload_settings
+
+TUNED = Config(threads=512, vector=8, order=(2, 0, 1), scope="block", cap=0.5)
+FIRST = Fake("first", configured=True, source="v1")
+SECOND = Fake("second")
+
+
+def measured(variant: Fake = FIRST, rows: int = 1000, **changes: Any) -> Row:
+    """The row of a win by `variant`, then with `changes` as a file might hold them."""
+    row = row_for(
+        problem(rows),
+        variant,
+        TUNED if variant.config_type is not None else None,
+        us=10.5,
+        spread_us=0.2,
+        second=RunnerUp("second", 12.0),
+        date="2026-11-15",
+    )
+    return replace(row, **changes)
+
+
+def table_of(*rows: Row, device: Device = H200) -> Table:
+    made = Table.for_device(device)
+    for row in rows:
+        made.put(row)
+    return made
+
+
+def test_a_saved_row_is_found_again_with_its_config(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "folder" / "h200.json"
+    table_of(measured()).save(path)
+    assert Table.load(path).lookup(problem(), [SECOND, FIRST]) == (FIRST, TUNED)
+
+
+def test_a_variant_without_a_config_round_trips(tmp_path: Path) -> None:
+    path = tmp_path / "h200.json"
+    table_of(measured(SECOND, second=None)).save(path)
+    assert Table.load(path).lookup(problem(), [SECOND, FIRST]) == (SECOND, None)
+
+
+def test_a_row_serves_its_bucket_and_no_other() -> None:
+    found = table_of(measured(rows=1000))
+    assert found.lookup(problem(rows=513), [FIRST]) is not None
+    assert found.lookup(problem(rows=2048), [FIRST]) is not None
+    assert found.lookup(problem(rows=2049), [FIRST]) is None
+    assert found.lookup(problem(dims=(("N", 512),)), [FIRST]) is None
+    assert found.ignored == {}
+
+
+def test_file_is_sorted_by_number_with_one_row_per_line(tmp_path: Path) -> None:
+    path = tmp_path / "h200.json"
+    table_of(*(measured(rows=rows) for rows in (1024, 64, 256, 1))).save(path)
+    lines = [line for line in path.read_text().splitlines() if '"key"' in line]
+    assert [line.split("rows=")[1].split()[0] for line in lines] == ["1", "64", "256", "1024"]
+    assert json.loads(path.read_text())["schema"] == 1
+
+
+def test_save_keeps_other_rows_and_replaces_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "h200.json"
+    table_of(measured(rows=1), measured(rows=64)).save(path)
+    table_of(measured(rows=64, us=3.0)).save(path)
+    loaded = Table.load(path)
+    assert [row.us for row in loaded.rows.values()] == [10.5, 3.0]
+
+
+def test_save_refuses_the_table_of_another_gpu_and_leaves_it(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    table_of(measured()).save(path)
+    before = path.read_bytes()
+    with pytest.raises(TableError, match=r"NVIDIA H200.*not for 'NVIDIA H100'"):
+        table_of(measured(), device=replace(H200, name="NVIDIA H100")).save(path)
+    assert path.read_bytes() == before
+
+
+def test_a_save_that_breaks_off_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "h200.json"
+    table_of(measured()).save(path)
+    before = path.read_bytes()
+
+    def refuse(source: str, target: Path) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(OSError, match="disk full"):
+        table_of(measured(us=1.0)).save(path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (measured(source_hash="0" * 16), "stale: first has changed since 2026-11-15"),
+        (replace(measured(), variant="gone"), "'gone'"),
+        (measured(config={"threads": 1}), "fields are threads, not cap, order"),
+        (measured(config=None), "needs a Config"),
+        (measured(SECOND, config={"threads": 1}), "takes no config"),
+    ],
+)
+def test_a_row_that_no_longer_holds_is_ignored_with_a_reason(row: Row, reason: str) -> None:
+    made = table_of(row)
+    assert made.lookup(problem(), [FIRST, SECOND]) is None
+    assert list(made.ignored) == [row.key]
+    assert reason in made.ignored[row.key]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("threads", "512"),
+        ("threads", True),
+        ("threads", 1.5),
+        ("order", 3),
+        ("order", [1, "2"]),
+        ("scope", "grid"),
+        ("cap", "none"),
+    ],
+)
+def test_a_config_value_of_the_wrong_type_is_ignored(name: str, value: object) -> None:
+    config = {**measured().config, name: value}  # type: ignore[dict-item]
+    made = table_of(measured(config=config))
+    assert made.lookup(problem(), [FIRST]) is None
+    assert f"{name}=" in next(iter(made.ignored.values()))
+
+
+def test_a_row_whose_variant_refuses_this_very_problem_is_ignored() -> None:
+    few = Fake("few", refusal=lambda problem: "too many rows" if problem.rows > 1000 else None)
+    made = table_of(measured(few))
+    assert made.lookup(problem(rows=1000), [few]) == (few, None)
+    assert made.lookup(problem(rows=1001), [few]) is None
+    assert "too many rows" in made.ignored[measured(few).key]
+
+
+GOOD: dict[str, Any] = {
+    "schema": 1,
+    "gpu": "NVIDIA H200",
+    "arch": "sm_90a",
+    "multiprocessors": 132,
+    "rows": [],
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "must be a JSON object"),
+        (json.dumps({**GOOD, "schema": 2}), "schema 2, this version reads 1"),
+        (json.dumps({**GOOD, "gpu": None}), "'gpu' must be a str"),
+        (json.dumps({**GOOD, "rows": {}}), "'rows' must be a list"),
+        (json.dumps({**GOOD, "rows": [3]}), "a row must be an object"),
+        (json.dumps({**GOOD, "rows": [{"key": "k"}]}), "'variant' must be a str"),
+        (json.dumps({**GOOD, "rows": [{"config": 5}]}), "'config' must be an object"),
+    ],
+)
+def test_a_malformed_file_is_an_error_that_names_it(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    path = tmp_path / "broken.json"
+    path.write_text(text)
+    with pytest.raises(TableError, match=rf"broken\.json.*{message}"):
+        Table.load(path)
+
+
+def test_a_missing_or_binary_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(TableError, match=r"none\.json: cannot be read"):
+        Table.load(tmp_path / "none.json")
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(TableError, match=r"binary\.json: cannot be read"):
+        Table.load(tmp_path / "binary.json")
+
+
+def test_slug() -> None:
+    assert slug("NVIDIA H200") == "nvidia-h200"
+    assert slug("NVIDIA RTX PRO 6000 (Max-Q)") == "nvidia-rtx-pro-6000-max-q"
+
+
+def test_user_table_is_read_once_and_again_after_a_reset() -> None:
+    assert tables_for(H200) == ()
+    table_of(measured()).save(user_table_path(H200))
+    assert tables_for(H200) == ()
+    reset_tables()
+    (source,) = tables_for(H200)
+    assert source.label == "user table"
+    assert source.table.lookup(problem(), [FIRST]) == (FIRST, TUNED)
+
+
+def test_user_table_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    table_of(measured()).save(user_table_path(H200))
+    monkeypatch.setenv("GRISTMILL_TABLE", "off")
+    reload_settings()
+    assert tables_for(H200) == ()
+
+
+@pytest.mark.parametrize("text", ["nonsense", json.dumps({**GOOD, "gpu": "NVIDIA H100"})])
+def test_a_bad_user_table_is_ignored_with_one_warning(
+    text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = user_table_path(H200)
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    with caplog.at_level(logging.WARNING, logger="gristmill"):
+        assert tables_for(H200) == ()
+        reset_tables()
+        assert tables_for(H200) == ()
+    (record,) = caplog.records
+    assert str(path) in record.getMessage()
+    assert "ignored" in record.getMessage()
+
+
+@pytest.fixture
+def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package folder of our own, to ship tables in."""
+    monkeypatch.setattr(table.resources, "files", lambda package: tmp_path)
+    return tmp_path / "tables"
+
+
+def test_shipped_table_of_this_gpu_comes_after_the_users(shipped: Path) -> None:
+    table_of(measured(us=5.0)).save(shipped / "nvidia-h200.json")
+    table_of(device=replace(H200, name="NVIDIA H100")).save(shipped / "nvidia-h100.json")
+    table_of(measured()).save(user_table_path(H200))
+    user, ours = tables_for(H200)
+    assert (user.label, ours.label) == ("user table", "shipped table")
+    assert ours.table.gpu == "NVIDIA H200"
+    assert ours.note == "measured on NVIDIA H200"
+
+
+def test_nearest_shipped_table_of_the_architecture_stands_in_and_says_so(shipped: Path) -> None:
+    for name, arch, size in (
+        ("NVIDIA H100 PCIe", "sm_90a", 114),
+        ("NVIDIA GH200", "sm_90a", 130),
+        ("NVIDIA B200", "sm_100a", 132),
+    ):
+        card = replace(H200, name=name, arch=arch, multiprocessors=size)
+        table_of(device=card).save(shipped / f"{slug(name)}.json")
+    (source,) = tables_for(H200)
+    assert source.table.gpu == "NVIDIA GH200"
+    assert source.note == "measured on NVIDIA GH200, the nearest sm_90a GPU with a table"
+
+
+def test_a_broken_shipped_table_does_not_hide_the_others(
+    shipped: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    table_of().save(shipped / "nvidia-h200.json")
+    (shipped / "a-broken-one.json").write_text("{}")
+    with caplog.at_level(logging.WARNING, logger="gristmill"):
+        (source,) = tables_for(H200)
+    assert source.table.gpu == "NVIDIA H200"
+    assert "a-broken-one.json" in caplog.text
+
+
+def test_no_table_stands_in_on_a_cpu(shipped: Path) -> None:
+    table_of(device=replace(H200, name="other", arch="")).save(shipped / "other.json")
+    assert tables_for(Device("cpu", "cpu")) == ()
