@@ -1,0 +1,30 @@
+"""`gristmill.explain`: which kernel a call would run, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from gristmill.errors import ArgumentError
+from gristmill.ops.registry import OPS
+from gristmill.select.explain import Explanation, explain_problem
+
+
+def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """What `op(*args, **kwargs)` would run, without running it.
+
+    Args:
+        op: an op's name (``"rms_norm"``) or function (``gristmill.rms_norm``).
+        *args, **kwargs: the arguments of the call; they are checked as the call would.
+
+    Returns:
+        An :class:`Explanation`: every variant with its reason or its config (and its measured time
+        where a tuning table has one), and the one that would run. Print it, or take it apart with
+        ``as_dict()``.
+    """
+    name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
+    found = OPS.get(name)
+    if found is None:
+        raise ArgumentError(f"explain: there is no op {name!r}; there are: {', '.join(OPS)}")
+    arguments = found.bind_arguments(*args, **kwargs)
+    return explain_problem(found.name, found.variants, found.problem(*arguments))

@@ -1,0 +1,147 @@
+// Rows of one or two tensors on their way into a team.
+//
+// A kernel calls prime() once; for every row arrive(), then get() for each of the thread's vectors; and, once a barrier
+// has shown that every thread of the block is done with a row, reuse() of that row.
+//
+// FEED says how the rows come:
+//   STRAIGHT  into registers when asked for; a team does one row
+//   AHEAD     into registers, one row ahead of the one that is worked on
+//   1         into shared memory by a bulk copy (sm_90 and up); a team does one row. No registers wait for the data,
+//             so that more blocks fit and more bytes are in flight
+//   2, 3, ..  into a ring of so many rows in shared memory, by bulk copies
+#pragma once
+#include "vectors.cuh"
+
+constexpr int STRAIGHT = 0, AHEAD = -1;
+
+DEVICE constexpr bool one_row(int feed) { return feed == STRAIGHT || feed == 1; }
+
+struct Source {
+    Rows first, second;
+    long long rows, inner_rows;
+};
+
+template <class First, class Second, bool NESTED, int VEC, int ITEMS, int FEED>
+struct Feed {
+    using A = typename First::type;
+    using B = typename Second::type;
+    static constexpr unsigned bytes_per_column = sizeof(A) + (Second::present ? sizeof(B) : 0);
+    static constexpr unsigned barrier_bytes = 128;
+
+    const Source& source;
+    const long long step;
+    const unsigned begin, count;      // this block's columns
+    unsigned long long* barriers;
+    char* ring;
+    unsigned started = 0, arrived = 0;
+
+    DEVICE Feed(const Source& source, long long step, const unsigned (&)[ITEMS], unsigned begin, unsigned end, char* shared)
+        : source(source), step(step), begin(begin), count(end - begin),
+          barriers(reinterpret_cast<unsigned long long*>(shared)), ring(shared + barrier_bytes) {
+        if (threadIdx.x == 0) {
+            for (int i = 0; i < FEED; i++) barrier_init(barriers + i, 1);
+            barrier_init_fence();
+        }
+        __syncthreads();
+    }
+
+    DEVICE void prime(long long row) {
+#pragma unroll 1
+        for (int i = 0; i < FEED; i++) start(row + i * step);
+    }
+
+    DEVICE void arrive(long long) {
+        barrier_wait(barriers + arrived % FEED, arrived / FEED & 1);
+        arrived++;
+    }
+
+    DEVICE void get(Packed<A, VEC>& first, Packed<B, VEC>& second, int, unsigned column) const {
+        const A* slot = reinterpret_cast<const A*>(slot_of(arrived - 1));
+        first = *reinterpret_cast<const Packed<A, VEC>*>(slot + (column - begin));
+        if constexpr (Second::present)
+            second = *reinterpret_cast<const Packed<B, VEC>*>(reinterpret_cast<const B*>(slot + count) + (column - begin));
+    }
+
+    DEVICE void reuse(long long row) {
+        if constexpr (FEED > 1) start(row + FEED * step);
+    }
+
+  private:
+    DEVICE char* slot_of(unsigned turn) const { return ring + turn % FEED * (count * bytes_per_column); }
+
+    DEVICE void start(long long row) {
+        if (row < source.rows && threadIdx.x == 0) {
+            const Place<NESTED> place(row, source.inner_rows);
+            unsigned long long* barrier = barriers + started % FEED;
+            char* slot = slot_of(started);
+            barrier_expect(barrier, count * bytes_per_column);
+            if (count) bulk_copy(slot, place.template in<const A>(source.first) + begin, count * sizeof(A), barrier);
+            if constexpr (Second::present)
+                if (count) bulk_copy(slot + count * sizeof(A), place.template in<const B>(source.second) + begin, count * sizeof(B), barrier);
+        }
+        started++;
+    }
+};
+
+// Registers, with no row ahead or one.
+template <class First, class Second, bool NESTED, int VEC, int ITEMS, bool NEXT>
+struct RegisterFeed {
+    using A = typename First::type;
+    using B = typename Second::type;
+    const Source& source;
+    const long long step;
+    const unsigned (&column)[ITEMS];
+    const unsigned end;
+    Packed<A, VEC> first_now[ITEMS], first_next[NEXT ? ITEMS : 1];
+    Packed<B, VEC> second_now[ITEMS], second_next[NEXT ? ITEMS : 1];
+
+    DEVICE RegisterFeed(const Source& source, long long step, const unsigned (&column)[ITEMS], unsigned, unsigned end, char*)
+        : source(source), step(step), column(column), end(end) {}
+
+    DEVICE void prime(long long row) {
+        if constexpr (NEXT) fetch(first_next, second_next, row);
+    }
+
+    DEVICE void arrive(long long row) {
+        if constexpr (NEXT) {
+#pragma unroll
+            for (int i = 0; i < ITEMS; i++) first_now[i] = first_next[i], second_now[i] = second_next[i];
+            fetch(first_next, second_next, row + step);
+        } else {
+            fetch(first_now, second_now, row);
+        }
+    }
+
+    DEVICE void get(Packed<A, VEC>& first, Packed<B, VEC>& second, int i, unsigned) const {
+        first = first_now[i], second = second_now[i];
+    }
+
+    DEVICE void reuse(long long) {}
+
+  private:
+    DEVICE void fetch(Packed<A, VEC>* first, Packed<B, VEC>* second, long long row) {
+        const Place<NESTED> place(row, source.inner_rows);
+        const A* first_row = place.template in<const A>(source.first);
+        const B* second_row = place.template in<const B>(source.second);
+#pragma unroll
+        for (int i = 0; i < ITEMS; i++) {
+            const bool here = row < source.rows && column[i] < end;
+            if (here) load<First>(first[i], first_row + column[i]);
+            else first[i].clear();
+            if constexpr (Second::present) {
+                if (here) load<Second>(second[i], second_row + column[i]);
+                else second[i].clear();
+            }
+        }
+    }
+};
+
+template <class First, class Second, bool NESTED, int VEC, int ITEMS>
+struct Feed<First, Second, NESTED, VEC, ITEMS, STRAIGHT> : RegisterFeed<First, Second, NESTED, VEC, ITEMS, false> {
+    using RegisterFeed<First, Second, NESTED, VEC, ITEMS, false>::RegisterFeed;
+};
+
+template <class First, class Second, bool NESTED, int VEC, int ITEMS>
+struct Feed<First, Second, NESTED, VEC, ITEMS, AHEAD> : RegisterFeed<First, Second, NESTED, VEC, ITEMS, true> {
+    using RegisterFeed<First, Second, NESTED, VEC, ITEMS, true>::RegisterFeed;
+};

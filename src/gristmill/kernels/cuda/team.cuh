@@ -1,0 +1,145 @@
+// The threads that share one row, and their sums: lanes of a warp, a block, a cluster of blocks, or several blocks
+// of a cooperative grid. A kernel is written once against Team; the scope is a template argument.
+#pragma once
+#include "machine.cuh"
+
+enum Scope { WARP, BLOCK, CLUSTER, GRID };
+
+// Blocks of a cooperative grid meet here: one counter and two rounds of partial sums per team, zeroed by the host.
+struct Meeting {
+    unsigned* arrivals;   // [teams]
+    unsigned* partials;   // [2][teams][blocks_per_row][VALUES], floats as bits
+    unsigned blocks_per_row;
+};
+
+template <int VALUES, int LANES>
+DEVICE void sum_lanes(float (&values)[VALUES]) {
+#pragma unroll
+    for (int distance = LANES / 2; distance > 0; distance /= 2)
+#pragma unroll
+        for (int i = 0; i < VALUES; i++) values[i] += __shfl_xor_sync(0xffffffffu, values[i], distance);
+}
+
+// LANES: lanes per row in scope WARP (a power of two up to 32), 32 elsewhere. VALUES: how many sums are taken at once.
+template <Scope SCOPE, int LANES, int VALUES>
+struct Team {
+    unsigned thread;        // this thread within its block's share of the row
+    unsigned threads;       // threads of this block that share the row
+    unsigned member;        // this block within the row
+    unsigned members;       // blocks that share the row
+    unsigned index;         // this team within the grid
+    unsigned teams;
+    unsigned round = 0;
+    Meeting meeting;
+
+    static constexpr unsigned max_warps = 32, max_members = 16;
+
+    // Bytes of shared memory that sum() uses, at the start of the block's shared memory: two sets of slots and, in a
+    // cluster, a barrier for each.
+    static constexpr unsigned slots = SCOPE == WARP ? 0 : VALUES * (SCOPE == CLUSTER ? max_members * max_warps : max_warps);
+    static constexpr unsigned barrier_bytes = SCOPE == CLUSTER ? 16 : 0;
+    static constexpr unsigned shared_bytes = (barrier_bytes + 2 * slots * 4 + 127) / 128 * 128;
+
+    DEVICE explicit Team(const Meeting& m) : meeting(m) {
+        if constexpr (SCOPE == WARP) {
+            thread = threadIdx.x % LANES, threads = LANES, member = 0, members = 1;
+            index = blockIdx.x * (blockDim.x / LANES) + threadIdx.x / LANES;
+            teams = gridDim.x * (blockDim.x / LANES);
+        } else {
+            thread = threadIdx.x, threads = blockDim.x;
+            if constexpr (SCOPE == BLOCK) member = 0, members = 1;
+            if constexpr (SCOPE == CLUSTER) member = cluster_rank(), members = cluster_size();
+            if constexpr (SCOPE == GRID) member = blockIdx.x % m.blocks_per_row, members = m.blocks_per_row;
+            index = blockIdx.x / members, teams = gridDim.x / members;
+        }
+        // A block may write into its neighbour only once that runs and its barriers are there: the wait is in sum().
+        if constexpr (SCOPE == CLUSTER) {
+            if (threadIdx.x == 0) {
+                barrier_init(barrier(0), 1);
+                barrier_init(barrier(1), 1);
+                barrier_init_fence();
+            }
+            cluster_arrive();
+        }
+    }
+
+    // Rows are dealt to teams in turn. In scope WARP all teams of a warp stay in the loop until the last of them is
+    // done, because the shuffles need every lane.
+    DEVICE bool more(long long row, long long rows) const {
+        if constexpr (SCOPE == WARP) return row - (threadIdx.x % 32) / LANES < rows;
+        else return row < rows;
+    }
+
+    DEVICE void finish() const {
+        if constexpr (SCOPE == CLUSTER)
+            if (round == 0) cluster_wait();   // nothing was summed: still pair the arrival
+    }
+
+    // Every thread of the team gets the sum over the team of each of its values, added in a fixed order.
+    DEVICE void sum(float (&values)[VALUES]) {
+        sum_lanes<VALUES, LANES>(values);
+        if constexpr (SCOPE == WARP) return;
+        const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+        // Two sets of slots in turn: with one barrier per sum, a fast warp may already write the next sum while a
+        // slow one reads this one, but never the one after.
+        float* slot = reinterpret_cast<float*>(shared_memory() + barrier_bytes) + (round & 1) * slots;
+        if constexpr (SCOPE == CLUSTER) {
+            if (round == 0) cluster_wait();
+            const unsigned count = members * warps;
+            if (threadIdx.x == 0) barrier_expect(barrier(round & 1), count * VALUES * 4);
+            if (lane < members)
+#pragma unroll
+                for (int i = 0; i < VALUES; i++)
+                    store_remote(slot + (member * warps + warp) * VALUES + i, lane, values[i], barrier(round & 1));
+            barrier_wait(barrier(round & 1), round / 2 & 1);
+            clear(values);
+#pragma unroll 1
+            for (unsigned i = lane; i < count; i += 32) add(values, slot + i * VALUES);
+            sum_lanes<VALUES, 32>(values);
+        } else {
+            if (lane == 0)
+#pragma unroll
+                for (int i = 0; i < VALUES; i++) slot[warp * VALUES + i] = values[i];
+            __syncthreads();
+            clear(values);
+            if (lane < warps) add(values, slot + lane * VALUES);
+            sum_lanes<VALUES, 32>(values);
+            if constexpr (SCOPE == GRID) meet(values);
+        }
+        round++;
+    }
+
+  private:
+    static DEVICE unsigned long long* barrier(unsigned i) { return reinterpret_cast<unsigned long long*>(shared_memory()) + i; }
+
+    static DEVICE void clear(float (&values)[VALUES]) {
+#pragma unroll
+        for (int i = 0; i < VALUES; i++) values[i] = 0.0f;
+    }
+
+    static DEVICE void add(float (&values)[VALUES], const float* slot) {
+#pragma unroll
+        for (int i = 0; i < VALUES; i++) values[i] += slot[i];
+    }
+
+    DEVICE void meet(float (&values)[VALUES]) {
+        unsigned* partials = meeting.partials + ((round & 1) * teams + index) * static_cast<unsigned long long>(members) * VALUES;
+        if (threadIdx.x == 0) {
+#pragma unroll
+            for (int i = 0; i < VALUES; i++) {
+                const unsigned bits = __float_as_uint(values[i]);
+                store_global<4>(partials + member * VALUES + i, &bits);
+            }
+            atomic_add_release(meeting.arrivals + index, 1);
+            while (load_acquire(meeting.arrivals + index) < (round + 1) * members) {
+            }
+        }
+        __syncthreads();
+        clear(values);
+#pragma unroll 1
+        for (unsigned slot = threadIdx.x % 32; slot < members; slot += 32)
+#pragma unroll
+            for (int i = 0; i < VALUES; i++) values[i] += __uint_as_float(load_acquire(partials + slot * VALUES + i));
+        sum_lanes<VALUES, 32>(values);
+    }
+};

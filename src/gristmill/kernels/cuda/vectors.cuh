@@ -1,0 +1,140 @@
+// Element types, and short vectors of them that travel through registers as packed words.
+#pragma once
+#include "machine.cuh"
+
+struct bf16 {
+    unsigned short bits;
+};
+struct f16 {
+    unsigned short bits;
+};
+
+// A tensor as a kernel sees it at compile time: its element type and the widest access, in bytes, that its
+// address and strides allow. Every tensor has its own: an fp32 weight does not narrow the accesses to a bf16 row.
+template <class T, int ACCESS>
+struct Tensor {
+    using type = T;
+    static constexpr int access = ACCESS;
+    static constexpr bool present = true;
+};
+
+struct Absent {
+    using type = float;
+    static constexpr int access = 4;
+    static constexpr bool present = false;
+};
+
+// A tensor at run time: contiguous rows, the strides between them in elements.
+struct Rows {
+    void* data;
+    long long outer, inner;
+};
+
+// Where a row lies. Leading dims nearly always collapse into one; where they do not (a transpose, the heads of a fused
+// qkv) the kernel is NESTED: `inner_rows` rows with stride `inner` for every step of stride `outer`.
+template <bool NESTED>
+struct Place {
+    long long outer, inner;
+
+    DEVICE Place(long long row, long long inner_rows) : outer(row), inner(0) {
+        if constexpr (NESTED) {
+            outer = (row | inner_rows) >> 32 ? row / inner_rows
+                                             : static_cast<unsigned>(row) / static_cast<unsigned>(inner_rows);
+            inner = row - outer * inner_rows;
+        }
+    }
+
+    template <class T>
+    DEVICE T* in(const Rows& tensor) const {
+        return static_cast<T*>(tensor.data) + (NESTED ? outer * tensor.outer + inner * tensor.inner : outer * tensor.outer);
+    }
+};
+
+template <class T, int COUNT>
+struct alignas(COUNT * sizeof(T) >= 16 ? 16 : COUNT * sizeof(T) >= 8 ? 8 : 4) Packed {
+    static constexpr int words_per_vector = (COUNT * sizeof(T) + 3) / 4;
+    unsigned words[words_per_vector];
+
+    DEVICE void clear() {
+#pragma unroll
+        for (int i = 0; i < words_per_vector; i++) words[i] = 0;
+    }
+
+    DEVICE float get(int i) const {
+        if constexpr (sizeof(T) == 4) {
+            return __uint_as_float(words[i]);
+        } else {
+            const unsigned word = words[i / 2];
+            if constexpr (is_bf16(T())) return __uint_as_float(i % 2 ? word & 0xffff0000u : word << 16);
+            else return f16_to_float(static_cast<unsigned short>(i % 2 ? word >> 16 : word));
+        }
+    }
+
+    // Values 2*i and 2*i + 1 at once: the packing instructions take two.
+    DEVICE void set_pair(int i, float low, float high) {
+        if constexpr (sizeof(T) == 4) {
+            words[2 * i] = __float_as_uint(low);
+            if (2 * i + 1 < words_per_vector) words[2 * i + 1] = __float_as_uint(high);
+        } else if constexpr (is_bf16(T())) {
+            words[i] = pack_bf16(low, high);
+        } else {
+            words[i] = pack_f16(low, high);
+        }
+    }
+
+    DEVICE void set(const float (&values)[COUNT]) {
+#pragma unroll
+        for (int i = 0; i < (COUNT + 1) / 2; i++)
+            set_pair(i, values[2 * i], 2 * i + 1 < COUNT ? values[2 * i + 1] : 0.0f);
+    }
+
+  private:
+    static constexpr DEVICE bool is_bf16(bf16) { return true; }
+    template <class Other>
+    static constexpr DEVICE bool is_bf16(Other) { return false; }
+};
+
+template <class T>
+DEVICE float round_to(float value) {
+    if constexpr (sizeof(T) == 4) {
+        return value;
+    } else {
+        Packed<T, 2> pair;
+        pair.set_pair(0, value, 0.0f);
+        return pair.get(0);
+    }
+}
+
+template <class Operand, class T, int COUNT>
+DEVICE void load(Packed<T, COUNT>& out, const T* pointer) {
+    constexpr int total = COUNT * sizeof(T), step = Operand::access < total ? Operand::access : total;
+    if constexpr (step == 2) {
+#pragma unroll
+        for (int i = 0; i < COUNT; i += 2) {
+            unsigned low, high = 0;
+            load_global<2>(&low, pointer + i);
+            if (i + 1 < COUNT) load_global<2>(&high, pointer + i + 1);
+            out.words[i / 2] = low | high << 16;
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < total; i += step)
+            load_global<step>(&out.words[i / 4], reinterpret_cast<const char*>(pointer) + i);
+    }
+}
+
+template <class Operand, class T, int COUNT>
+DEVICE void store(T* pointer, const Packed<T, COUNT>& in) {
+    constexpr int total = COUNT * sizeof(T), step = Operand::access < total ? Operand::access : total;
+    if constexpr (step == 2) {
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            const unsigned half = i % 2 ? in.words[i / 2] >> 16 : in.words[i / 2];
+            store_global<2>(pointer + i, &half);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < total; i += step)
+            store_global<step>(reinterpret_cast<char*>(pointer) + i, &in.words[i / 4]);
+    }
+}

@@ -1,0 +1,44 @@
+"""When an eager call may go past torch's dispatcher.
+
+The dispatcher costs as much as a small kernel (about 4 us a call, 36 with autograd registered).
+It may be skipped only when nobody is listening: no compiler, mode, transform or autocast is active
+and every tensor is exactly what it seems.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+
+_PLAIN = (torch.Tensor, Parameter)
+
+_function_modes = torch._C._len_torch_function_stack
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_transform = torch._C._functorch.peek_interpreter_stack
+_autocast = torch._C._is_any_autocast_enabled
+_tracing = torch._C._get_tracing_state
+
+
+def is_direct(*tensors: torch.Tensor | None) -> bool:
+    """Whether these arguments can be run at once, with nobody left to tell."""
+    if torch.compiler.is_compiling():
+        return False
+    for tensor in tensors:
+        if tensor is not None and type(tensor) not in _PLAIN:
+            return False
+    return not (
+        _function_modes()  # torch.set_default_device, user modes
+        or _dispatch_modes()  # fake tensors, make_fx, flop counters, selective checkpointing
+        or _transform() is not None  # vmap, grad, jvp, functionalize
+        or _autocast()
+        or forward_ad._current_level >= 0  # dual tensors look like plain ones
+        or _tracing() is not None  # torch.jit.trace
+    )
+
+
+def needs_grad(*tensors: torch.Tensor | None) -> bool:
+    """Whether autograd must see this call."""
+    return torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in tensors
+    )

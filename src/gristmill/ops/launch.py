@@ -1,0 +1,84 @@
+"""A kernel launch as data, and what makes it callable."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gristmill.jit import Kernel, Launch, Program, kernel
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """One launch of a kernel but for its stream and the values of its parameter struct."""
+
+    program: Program
+    name: str
+    grid: int
+    block: int
+    shared: int
+    params: struct.Struct
+    cluster: int = 1
+    cooperative: bool = False
+    dependent: bool = False
+
+
+def load(program: Program, name: str, device_index: int) -> Kernel:
+    """The kernel on a device, compiled at first use."""
+    return kernel(program, name, device_index)
+
+
+def prepare(call: KernelCall, device_index: int) -> Launch:
+    """`launch(stream, *values)` for this call on a device."""
+    return load(call.program, call.name, device_index).prepare(
+        grid=call.grid,
+        block=call.block,
+        shared=call.shared,
+        cluster=call.cluster,
+        cooperative=call.cooperative,
+        dependent=call.dependent,
+        params=call.params,
+    )
+
+
+def current_stream(device_index: int) -> int:
+    """The handle of torch's current stream on a device."""
+    handle: int = torch._C._cuda_getCurrentRawStream(device_index)
+    return handle
+
+
+def resident_blocks(program: Program, device_index: int, threads: int, shared: int) -> int:
+    """How many blocks of the program's first kernel one SM runs at once."""
+    return max(1, load(program, program.names[0], device_index).occupancy(threads, shared))
+
+
+def resident_clusters(
+    program: Program, device_index: int, threads: int, shared: int, cluster: int
+) -> int:
+    """How many clusters of the program's first kernel the device runs at once."""
+    first = load(program, program.names[0], device_index)
+    return max(1, first.max_active_clusters(threads, shared, cluster))
+
+
+def zeros(count: int, device: torch.device) -> torch.Tensor:
+    """A workspace of zeroed 32-bit words, from torch's allocator: stream-ordered, capturable."""
+    return torch.zeros(count, dtype=torch.int32, device=device)
+
+
+def on_device(device_index: int, run: Callable[..., None]) -> Callable[..., None]:
+    """`run` with that device current: a kernel is launched into the current context."""
+    if torch.cuda.device_count() < 2:
+        return run
+
+    def guarded(*args: Any) -> None:
+        if torch._C._cuda_getDevice() == device_index:
+            run(*args)
+        else:
+            with torch.cuda.device(device_index):
+                run(*args)
+
+    return guarded

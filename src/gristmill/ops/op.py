@@ -1,0 +1,221 @@
+"""One op is one object: everything known about it, and its life as a torch op.
+
+An `Op` holds a schema, the argument checks, the outputs' metadata, a reference, the gradient, the
+cost, test cases and the variants. The rest of the library walks over these objects; adding an op
+adds no wiring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from gristmill.errors import DoubleBackwardError
+from gristmill.ops.direct import is_direct, needs_grad
+from gristmill.select.chooser import resolve
+from gristmill.select.device import Device, device_of
+from gristmill.select.overrides import register_variants, token
+from gristmill.select.problem import Problem
+from gristmill.select.variant import Variant
+
+NAMESPACE = "gristmill"
+LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+
+# Plans are small, but a growing sequence length makes one per length: forget them all at times.
+PLANS_KEPT = 4096
+
+Plan = Callable[..., Any]
+Arguments = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a call cannot do without: bytes to and from memory, floating-point operations."""
+
+    bytes: int
+    operations: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """A test input: `make(device, seed)` gives the op's positional arguments.
+
+    A variant's error against fp64 may be `factor` times that of the reference in the working
+    precision (and never less than one rounding of the output).
+    """
+
+    name: str
+    make: Callable[[torch.device | str, int], Arguments]
+    factor: float = 2.0
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """`save(ctx, arguments, outputs)` and `backward(ctx, *gradients)`, as autograd takes them."""
+
+    save: Callable[[Any, Arguments, Any], None]
+    backward: Callable[..., tuple[Any, ...]]
+
+
+@dataclass(eq=False)
+class Op:
+    """An operator. All callables take the op's positional arguments, in the schema's order."""
+
+    name: str
+    schema: str
+    summary: str
+    check: Callable[..., None]
+    outputs: Callable[..., Any]
+    reference: Callable[..., Any]
+    problem_on: Callable[..., Problem]
+    cost: Callable[..., Cost]
+    cases: Callable[[], Iterable[Case]]
+    example: Callable[[tuple[int, ...], torch.dtype, torch.device | str], Arguments]
+    variants: tuple[Variant, ...]
+    defaults: Arguments
+    gradient: Gradient | None = None
+    autocast: Callable[..., Arguments] | None = None
+    _plans: dict[Hashable, Plan] = field(default_factory=dict, init=False, repr=False)
+    _function: type[torch.autograd.Function] | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        register_variants(self.name, [variant.name for variant in self.variants])
+        self._define()
+
+    @property
+    def overload(self) -> Any:
+        """The torch op, e.g. `torch.ops.gristmill.rms_norm.default`."""
+        return getattr(getattr(torch.ops, NAMESPACE), self.name).default
+
+    def problem(self, *args: Any, device: Device | None = None) -> Problem:
+        """What the choice of a kernel depends on; with `device` given, meta tensors will do."""
+        return self.problem_on(device or device_of(args[0].device), *args)
+
+    def bind_arguments(self, *args: Any, **kwargs: Any) -> Arguments:
+        """A user's call as the op's positional arguments, checked."""
+        names = [argument.name for argument in self.overload._schema.arguments]
+        if len(args) > len(names) or not set(kwargs) <= set(names[len(args) :]):
+            raise TypeError(f"{self.name} takes ({', '.join(names)}); got {args!r} {kwargs!r}")
+        required = len(names) - len(self.defaults)
+        values = list(args)
+        for position in range(len(args), len(names)):
+            name = names[position]
+            if name not in kwargs and position < required:
+                raise TypeError(f"{self.name} needs the argument {name!r}")
+            values.append(kwargs.get(name, self.defaults[position - required]))
+        self.check(*values)
+        return tuple(values)
+
+    def call(self, tensors: tuple[torch.Tensor | None, ...], args: Arguments) -> Any:
+        """Run by the shortest safe way; `tensors` are the tensors among `args`."""
+        if not is_direct(*tensors):
+            return self.overload(*args)
+        if self._function is not None and needs_grad(*tensors):
+            return self._function.apply(*args)
+        return self.run(*args)
+
+    def run(self, *args: Any) -> Any:
+        """Choose a variant (or remember the choice) and run it: real tensors, no autograd."""
+        key = (
+            token(),
+            *[
+                (arg.dtype, arg.shape, arg.stride(), arg.device, arg.data_ptr() & 15)
+                if isinstance(arg, torch.Tensor)
+                else arg
+                for arg in args
+            ],
+        )
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plan(key, args)
+        return plan(*args)
+
+    def forget_plans(self) -> None:
+        """Make every choice anew: after settings or tables have changed."""
+        self._plans.clear()
+
+    def _plan(self, key: Hashable, args: Arguments) -> Plan:
+        self.check(*args)
+        _, plan = resolve(self.name, self.variants, self.problem(*args))
+        if len(self._plans) >= PLANS_KEPT:
+            self._plans.clear()
+        self._plans[key] = plan
+        return plan
+
+    def _define(self) -> None:
+        LIBRARY.define(f"{self.name}{self.schema}", tags=(torch.Tag.pt2_compliant_tag,))
+
+        def implementation(*args: Any) -> Any:
+            return self.run(*self._completed(args))
+
+        def fake(*args: Any) -> Any:
+            values = self._completed(args)
+            self.check(*values)
+            return self.outputs(*values)
+
+        LIBRARY.impl(self.name, implementation, "CompositeExplicitAutograd")
+
+        torch.library.register_fake(f"{NAMESPACE}::{self.name}", fake, lib=LIBRARY)
+        if self.gradient is not None:
+            save, backward = self.gradient.save, self.gradient.backward
+            torch.library.register_autograd(
+                f"{NAMESPACE}::{self.name}",
+                backward,
+                setup_context=lambda ctx, inputs, output: save(ctx, inputs, output),
+                lib=LIBRARY,
+            )
+            self._function = _function(self.name, self.run, self.gradient)
+        if self.autocast is not None:
+            self._define_autocast(self.autocast)
+
+    def _define_autocast(self, adapt: Callable[..., Arguments]) -> None:
+        def autocast(*args: Any) -> Any:
+            values = adapt(*self._completed(args))
+            with torch._C._ExcludeDispatchKeyGuard(
+                torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+            ):
+                return self.overload(*values)
+
+        LIBRARY.impl(self.name, autocast, "AutocastCUDA")
+
+    def _completed(self, args: Arguments) -> Arguments:
+        """The dispatcher leaves out trailing arguments that equal their defaults."""
+        missing = len(self.overload._schema.arguments) - len(args)
+        return args + self.defaults[len(self.defaults) - missing :] if missing else args
+
+
+def _function(name: str, run: Plan, gradient: Gradient) -> type[torch.autograd.Function]:
+    """The thin autograd function of the direct way: it calls the op's plan, not the dispatcher."""
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            outputs = run(*args)
+            gradient.save(ctx, args, outputs)
+            return outputs
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return gradient.backward(ctx, *gradients)
+
+    Function.__name__ = Function.__qualname__ = f"gristmill_{name}"
+    return Function
+
+
+def no_second_gradient(name: str, instead: str) -> Gradient:
+    """For a backward op: saves nothing, and says so when it is differentiated."""
+
+    def save(ctx: Any, inputs: Arguments, output: Any) -> None:
+        del ctx, inputs, output
+
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        del ctx, gradients
+        raise DoubleBackwardError(
+            f"{name}: this gradient has no gradient of its own; use {instead} where you need "
+            f"double backward (create_graph=True)"
+        )
+
+    return Gradient(save, backward)

@@ -1,0 +1,178 @@
+"""How the RMSNorm kernels are launched: one place for every threshold, each with its measurement.
+
+All figures: NVIDIA H200, bf16, cold L2, 2026-11. Thresholds count vectors of 16 bytes, so that they
+hold for fp32 too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gristmill.ops.rms_norm.problem import Details
+from gristmill.select.problem import Problem
+
+STRAIGHT, AHEAD = 0, -1  # how rows come, as in feed.cuh; 1 and more are stages in shared memory
+MAX_THREADS = 1024
+MAX_CLUSTER = 16
+
+
+@dataclass(frozen=True)
+class RowConfig:
+    """A launch of a row kernel: `lanes` or `threads` per row, `items` vectors for each of them.
+
+    `cluster`: blocks per row; `feed`: how rows come (feed.cuh); `hold`: the row waits in registers
+    between its two passes; `blocks_per_sm`: at most so many (0: as many as fit).
+    """
+
+    threads: int
+    items: int
+    lanes: int = 32
+    cluster: int = 1
+    feed: int = STRAIGHT
+    hold: bool = True
+    blocks_per_sm: int = 0
+
+
+def whole_vectors(details: Details) -> bool:
+    """Whether a vector is 16 bytes of the narrowest tensor: rows neither odd nor short."""
+    views = [view for view in details.layout.views if view is not None]
+    return details.layout.vector * min(view.dtype.itemsize for view in views) == 16
+
+
+def bulk_copies(problem: Problem, details: Details) -> bool:
+    """Whether x and its companion can be fetched by bulk copies (x and residual, x and dy)."""
+    return problem.device.capability >= (9, 0) and details.bulk(0, 1) and whole_vectors(details)
+
+
+def warp_forward(problem: Problem, details: Details) -> RowConfig:
+    """Two vectors a lane where that fills a warp: 32768x256 takes 9.5 us, with one 9.6."""
+    lanes = min(32, _power_of_two(-(-details.layout.vectors // 2)))
+    items = -(-details.layout.vectors // lanes)
+    # 32768x1024: 35.0 us in blocks of 64 threads, 35.6 in blocks of 256; 32768x256: 9.8 and 9.5.
+    threads = 64 if items > 2 else 256
+    teams = -(-problem.rows // max(1, problem.device.multiprocessors))
+    while threads > 64 and threads // lanes > teams:
+        threads //= 2
+    return RowConfig(threads=threads, items=items, lanes=lanes)
+
+
+def block_forward(problem: Problem, details: Details) -> RowConfig:
+    vectors = details.layout.vectors
+    if problem.rows <= 2 * problem.device.multiprocessors:
+        # Up to two rows per SM: latency is all. 256x7168: 3.5 us at one vector a thread, 3.7 at 2.
+        return _block(vectors, -(-vectors // MAX_THREADS))
+    if not whole_vectors(details):
+        return _block(vectors, 8 if vectors <= 8 * MAX_THREADS else 16)
+    if vectors <= 640:
+        return _block(vectors, 3)  # 32768x4096: 129 us, with 2 or 4 133
+    bulk = bulk_copies(problem, details)
+    plain = problem.dtype("residual") is None
+    if vectors <= 1536:
+        if bulk and plain:
+            return _block(vectors, 2, feed=1)  # 32768x8192: 260 us
+        return _block(vectors, 6)  # 262 us
+    if vectors <= 2560:
+        return _block(vectors, 4)  # 16384x16384: 259 us
+    if bulk and plain:
+        # Waiting in shared memory, so that three blocks fit where one would with rows in registers:
+        # 8192x32768 264 us against 284, 4096x65536 266 against 319.
+        return _block(vectors, 8, feed=1, hold=False)
+    return _block(vectors, 4 if vectors <= 4 * MAX_THREADS else 8)
+
+
+def cluster_forward(problem: Problem, details: Details) -> RowConfig:
+    vectors = details.layout.vectors
+    few = problem.rows * 2 <= problem.device.multiprocessors
+    if few or not bulk_copies(problem, details):
+        items = 2 if whole_vectors(details) else 8
+        cluster = _cluster(vectors, items * MAX_THREADS)
+        return _cluster_config(vectors, cluster, -(-vectors // (cluster * MAX_THREADS)))
+    if problem.dtype("residual") is not None and vectors <= 16384:
+        # 4096x131072 with residual: 1078 us one row at a time, 1083 from a ring.
+        cluster = _cluster(vectors, 1024)
+        return _cluster_config(vectors, cluster, 8, feed=1, hold=False)
+    # 4096x131072: 541 us from a ring, 551 one row at a time; 2048x262144: 540 and 560.
+    return _cluster_config(vectors, _cluster(vectors, 2048), 8, feed=2)
+
+
+def cooperative(problem: Problem, details: Details) -> RowConfig:
+    items = 2 if whole_vectors(details) else 8
+    vectors = details.layout.vectors
+    members = -(-vectors // (items * 512))
+    threads = _warps(-(-vectors // (items * members)))
+    return RowConfig(threads=threads, items=items, cluster=members, feed=AHEAD)
+
+
+def warp_backward(problem: Problem, details: Details) -> RowConfig:
+    lanes = min(32, _power_of_two(-(-details.layout.vectors // 2)))
+    items = -(-details.layout.vectors // lanes)
+    # One large block per SM leaves the fewest partial rows: 32768x256 18.4 us, 19.0 in small ones.
+    return RowConfig(threads=512, items=items, lanes=lanes, feed=AHEAD, blocks_per_sm=1)
+
+
+def block_backward(problem: Problem, details: Details) -> RowConfig:
+    vectors = details.layout.vectors
+    sms = max(1, problem.device.multiprocessors)
+    whole = whole_vectors(details)
+    if problem.rows <= sms:
+        # 1x4096: 1.7 us; 64x8192: 5.9 us with two vectors a thread, 6.3 with one.
+        items = -(-vectors // (512 if whole else MAX_THREADS))
+        return _block(vectors, items)
+    if not bulk_copies(problem, details):
+        most = 2 if whole else 16
+        items = max(1, min(most, -(-vectors // 512)))
+        return _block(vectors, max(items, -(-vectors // MAX_THREADS)), feed=AHEAD)
+    if vectors <= 512:
+        return _block(vectors, 1, feed=2)  # 32768x4096: 202 us, 32768x1024: 57 us
+    if problem.rows <= 8 * sms and vectors <= 1024:
+        return _block(vectors, 2, feed=2, blocks_per_sm=1)  # 256x7168: 9.7 us, 11.2 with 4
+    # One block per SM with several rows under way: 32768x8192 384 us, 391 with rows held.
+    feed = 3 if vectors <= 1024 else 2
+    return _block(vectors, 4, feed=feed, hold=False, blocks_per_sm=1)
+
+
+def cluster_backward(problem: Problem, details: Details) -> RowConfig:
+    vectors = details.layout.vectors
+    if bulk_copies(problem, details):
+        # 4096x131072: 792 us, 2048x262144: 957 us.
+        cluster = _cluster(vectors, 1024)
+        return _cluster_config(vectors, cluster, 4, feed=3 if vectors <= 16384 else 2)
+    items = 2 if whole_vectors(details) else 16
+    cluster = _cluster(vectors, items * 512)
+    return _cluster_config(vectors, cluster, -(-vectors // (cluster * MAX_THREADS)), feed=AHEAD)
+
+
+def most_vectors_block(problem: Problem, details: Details, columns_bytes: int) -> int:
+    """The longest row, in vectors, that one block can work on."""
+    if bulk_copies(problem, details):
+        in_shared = (problem.device.shared_per_block - 4096) // (
+            columns_bytes * details.layout.vector
+        )
+        return min(8 * MAX_THREADS, in_shared)
+    return (4 if whole_vectors(details) else 16) * MAX_THREADS
+
+
+def _block(vectors: int, items: int, feed: int = STRAIGHT, **rest: int | bool) -> RowConfig:
+    items = max(1, items)
+    return RowConfig(threads=_warps(-(-vectors // items)), items=items, feed=feed, **rest)  # type: ignore[arg-type]
+
+
+def _cluster_config(
+    vectors: int, cluster: int, items: int, feed: int = STRAIGHT, hold: bool = True
+) -> RowConfig:
+    items = max(items, -(-vectors // (cluster * MAX_THREADS)))
+    threads = _warps(-(-vectors // (cluster * items)))
+    return RowConfig(threads=threads, items=items, cluster=cluster, feed=feed, hold=hold)
+
+
+def _cluster(vectors: int, each: int) -> int:
+    """Blocks for a row, `each` vectors in one, a power of two."""
+    return max(2, min(MAX_CLUSTER, _power_of_two(-(-vectors // each))))
+
+
+def _warps(threads: int) -> int:
+    return max(32, -(-threads // 32) * 32)
+
+
+def _power_of_two(value: int) -> int:
+    return 1 << max(0, value - 1).bit_length()

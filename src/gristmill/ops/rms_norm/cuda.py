@@ -1,0 +1,350 @@
+"""The CUDA variants of the forward ops: rms_norm, add_rms_norm and fused_add_rms_norm_.
+
+One kernel template (kernels/cuda/rms_norm.cu); a variant is a scope of it: who shares a row.
+"""
+
+from __future__ import annotations
+
+import struct
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gristmill.jit import Program
+from gristmill.ops import launch
+from gristmill.ops.rms_norm import configs
+from gristmill.ops.rms_norm.configs import STRAIGHT, RowConfig
+from gristmill.ops.rms_norm.problem import Details
+from gristmill.ops.rms_norm.semantics import epsilon
+from gristmill.select.problem import Problem
+from gristmill.select.variant import Variant
+
+SCOPES = {
+    "cuda_warp": "WARP",
+    "cuda_block": "BLOCK",
+    "cuda_cluster": "CLUSTER",
+    "cuda_cooperative": "GRID",
+}
+SUMMARIES = {
+    "cuda_warp": "lanes of a warp share a row",
+    "cuda_block": "a block shares a row",
+    "cuda_cluster": "a cluster of blocks shares a row (sm_90 and up)",
+    "cuda_cooperative": "several blocks share a row, by cooperative launch",
+}
+# Longest row of scope WARP, in vectors: beyond, a lane's share no longer fits its registers well.
+WARP_VECTORS = 128
+
+# ForwardParams: x, residual, rows, y, sum, weight, meeting, columns and share, floats.
+FORWARD_PARAMS = struct.Struct("<QqqQqq qq QqqQqq Q QQI4x II fff".replace(" ", ""))
+
+# Called with x, residual, weight, y, sum, eps and weight_offset; launches, and returns nothing.
+Run = Callable[..., None]
+
+
+class RowVariant(Variant):
+    """What the CUDA variants of all RMSNorm ops have in common."""
+
+    config_type = RowConfig
+    values = 1  # sums taken at once
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.scope = SCOPES[name]
+        self.summary = SUMMARIES[name]
+
+    def supports(self, problem: Problem) -> str | None:
+        if problem.device.kind != "cuda":
+            return f"needs a CUDA device, not {problem.device.kind}"
+        if problem.device.capability < (8, 0):
+            return f"needs compute capability 8.0 or later, not {problem.device.arch}"
+        wide = [f"{name} is {dtype}" for name, dtype in problem.dtypes if dtype == "float64"]
+        if wide:
+            return f"computes in fp32: {', '.join(wide)}"
+        details: Details = problem.layout
+        vectors = details.layout.vectors
+        if self.scope == "WARP" and vectors > WARP_VECTORS:
+            return f"rows of {problem.dim('N')} columns do not fit a warp's registers"
+        if self.scope == "BLOCK":
+            most = configs.most_vectors_block(problem, details, self._column_bytes(details))
+            if vectors > most:
+                return f"rows of {problem.dim('N')} columns do not fit one block"
+        if self.scope == "CLUSTER":
+            if problem.device.capability < (9, 0):
+                return f"needs clusters (compute capability 9.0), not {problem.device.arch}"
+            if vectors > configs.MAX_CLUSTER * configs.MAX_THREADS * (
+                8 if configs.whole_vectors(details) else 16
+            ):
+                return f"rows of {problem.dim('N')} columns do not fit a cluster"
+        if self.scope == "GRID" and self.config(problem).cluster > problem.device.multiprocessors:
+            return f"rows of {problem.dim('N')} columns need more blocks than run at once"
+        return None
+
+    def declines(self, problem: Problem) -> str | None:
+        details: Details = problem.layout
+        if self.scope == "BLOCK" and problem.device.capability >= (9, 0):
+            few = problem.rows * 2 <= problem.device.multiprocessors
+            if few and details.layout.vectors > 4096:
+                return "few long rows leave most SMs idle; a cluster spreads each over several"
+        if self.scope == "GRID" and problem.device.capability >= (9, 0):
+            return "clusters do the same without a detour through global memory"
+        return None
+
+    def programs(self, problem: Problem, config: RowConfig) -> tuple[Program, ...]:
+        return (self.program(problem, config),)
+
+    @abstractmethod
+    def program(self, problem: Problem, config: RowConfig) -> Program:
+        """The kernel of this scope for these types, and what belongs to it."""
+
+    def resident_teams(
+        self, problem: Problem, config: RowConfig, program: Program, shared: int
+    ) -> int:
+        """Teams (in scope WARP blocks) that the device runs at once."""
+        device = problem.device
+        if self.scope == "CLUSTER":
+            return launch.resident_clusters(
+                program, device.index, config.threads, shared, config.cluster
+            )
+        per_sm = launch.resident_blocks(program, device.index, config.threads, shared)
+        per_sm = min(per_sm, config.blocks_per_sm or per_sm)
+        return max(
+            1, per_sm * device.multiprocessors // (config.cluster if self.scope == "GRID" else 1)
+        )
+
+    def shared_bytes(self, details: Details, config: RowConfig) -> int:
+        """What the kernel's Team and Feed use, as team.cuh and feed.cuh lay it out."""
+        barriers, slots = (16, 16 * 32) if self.scope == "CLUSTER" else (0, 32)
+        team = 0 if self.scope == "WARP" else -(-(barriers + 8 * self.values * slots) // 128) * 128
+        if config.feed <= 0:
+            return team
+        return team + 128 + config.feed * self.share(details, config) * self._column_bytes(details)
+
+    def share(self, details: Details, config: RowConfig) -> int:
+        """Columns of a row per block."""
+        layout = details.layout
+        return -(-layout.vectors // config.cluster) * layout.vector
+
+    def template(self, details: Details, config: RowConfig) -> str:
+        """The template arguments that all row kernels end with."""
+        bound = next(size for size in (128, 256, 512, 1024) if config.threads <= size)
+        values = (
+            str(details.layout.nested).lower(),
+            self.scope,
+            config.lanes,
+            details.layout.vector,
+            config.items,
+            config.feed,
+            str(config.hold).lower(),
+            bound,
+        )
+        return ",".join(map(str, values))
+
+    def _column_bytes(self, details: Details) -> int:
+        """Bytes per column that a feed holds: of x and its companion."""
+        views = [details.layout.views[index] for index in (0, 1)]
+        return sum(view.dtype.itemsize for view in views if view is not None)
+
+
+class ForwardVariant(RowVariant):
+    def config(self, problem: Problem) -> RowConfig:
+        details: Details = problem.layout
+        choose = {
+            "WARP": configs.warp_forward,
+            "BLOCK": configs.block_forward,
+            "CLUSTER": configs.cluster_forward,
+            "GRID": configs.cooperative,
+        }[self.scope]
+        return choose(problem, details)
+
+    def program(self, problem: Problem, config: RowConfig) -> Program:
+        details: Details = problem.layout
+        types = (
+            details.type(0),
+            details.type(1),
+            details.weight,
+            details.type(2),
+            details.type(3),
+            details.held,
+            details.normalised,
+            details.product,
+        )
+        return Program(
+            "rms_norm.cu",
+            (f"rms_norm_forward<{','.join(types)},{self.template(details, config)}>",),
+        )
+
+    def bind(self, problem: Problem, config: RowConfig) -> Callable[..., Any]:
+        details: Details = problem.layout
+        run = self._run(problem, config)
+        return {
+            "rms_norm": _plan_rms_norm,
+            "add_rms_norm": _plan_add_rms_norm,
+            "fused_add_rms_norm_": _plan_fused_add,
+        }[problem.op](run, details)
+
+    def _run(self, problem: Problem, config: RowConfig) -> Run:
+        details: Details = problem.layout
+        layout = details.layout
+        if layout.rows == 0 or layout.columns == 0:
+            return lambda *args: None
+        device = problem.device.index
+        program = self.program(problem, config)
+        shared = self.shared_bytes(details, config)
+        if self.scope == "WARP":
+            blocks = -(-layout.rows // (config.threads // config.lanes))
+        else:
+            blocks = layout.rows
+        if config.feed not in (STRAIGHT, 1):
+            blocks = min(blocks, self.resident_teams(problem, config, program, shared))
+        teams = blocks
+        start = launch.prepare(
+            launch.KernelCall(
+                program,
+                program.names[0],
+                grid=blocks * config.cluster,
+                block=config.threads,
+                shared=shared,
+                params=FORWARD_PARAMS,
+                cluster=config.cluster if self.scope == "CLUSTER" else 1,
+                cooperative=self.scope == "GRID",
+                dependent=problem.device.capability >= (9, 0),
+            ),
+            device,
+        )
+        (xo, xi), (ro, ri), (yo, yi), (so, si) = (layout.strides(index) for index in range(4))
+        rows, inner_rows, columns = layout.rows, layout.inner_rows, layout.columns
+        share, inverse = self.share(details, config), 1.0 / columns
+        members = config.cluster if self.scope == "GRID" else 0
+        stream = launch.current_stream
+
+        def run(
+            x: torch.Tensor,
+            residual: torch.Tensor | None,
+            weight: torch.Tensor | None,
+            y: torch.Tensor,
+            total: torch.Tensor | None,
+            eps: float,
+            weight_offset: float,
+        ) -> None:
+            arrivals = partials = 0
+            if members:
+                meeting = launch.zeros(teams + 2 * teams * members, x.device)
+                arrivals = meeting.data_ptr()
+                partials = arrivals + 4 * teams
+            start(
+                stream(device),
+                x.data_ptr(),
+                xo,
+                xi,
+                residual.data_ptr() if residual is not None else 0,
+                ro,
+                ri,
+                rows,
+                inner_rows,
+                y.data_ptr(),
+                yo,
+                yi,
+                total.data_ptr() if total is not None else 0,
+                so,
+                si,
+                weight.data_ptr() if weight is not None else 0,
+                arrivals,
+                partials,
+                members,
+                columns,
+                share,
+                inverse,
+                eps,
+                weight_offset,
+            )
+
+        return launch.on_device(device, run)
+
+
+def _plan_rms_norm(run: Run, details: Details) -> Callable[..., torch.Tensor]:
+    copied = details.copied
+
+    def plan(
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float | None,
+        weight_offset: float,
+        casting: str,
+        out_dtype: torch.dtype | None,
+    ) -> torch.Tensor:
+        if eps is None:
+            eps = epsilon(eps, x.dtype)
+        if weight is not None and weight.stride(0) != 1:
+            weight = weight.contiguous()
+        y = torch.empty_like(x) if out_dtype is None else torch.empty_like(x, dtype=out_dtype)
+        if copied:
+            dense = torch.empty(x.shape, dtype=y.dtype, device=x.device)
+            run(x.contiguous(), None, weight, dense, None, eps, weight_offset)
+            return y.copy_(dense)
+        run(x, None, weight, y, None, eps, weight_offset)
+        return y
+
+    return plan
+
+
+def _plan_add_rms_norm(run: Run, details: Details) -> Callable[..., Any]:
+    copied = details.copied
+
+    def plan(
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float | None,
+        weight_offset: float,
+        casting: str,
+        out_dtype: torch.dtype | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total_dtype = torch.promote_types(x.dtype, residual.dtype)
+        if eps is None:
+            eps = epsilon(eps, total_dtype)
+        if weight is not None and weight.stride(0) != 1:
+            weight = weight.contiguous()
+        y = torch.empty_like(x) if out_dtype is None else torch.empty_like(x, dtype=out_dtype)
+        total = torch.empty_like(x, dtype=total_dtype)
+        if copied:
+            dense, dense_total = (
+                torch.empty(x.shape, dtype=output.dtype, device=x.device) for output in (y, total)
+            )
+            run(
+                x.contiguous(),
+                residual.contiguous(),
+                weight,
+                dense,
+                dense_total,
+                eps,
+                weight_offset,
+            )
+            return y.copy_(dense), total.copy_(dense_total)
+        run(x, residual, weight, y, total, eps, weight_offset)
+        return y, total
+
+    return plan
+
+
+def _plan_fused_add(run: Run, details: Details) -> Callable[..., None]:
+    copied = details.copied
+
+    def plan(
+        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float
+    ) -> None:
+        if weight is not None and weight.stride(0) != 1:
+            weight = weight.contiguous()
+        if copied:
+            y, total = x.contiguous(), residual.contiguous()
+            run(y, total, weight, y, total, eps, 0.0)
+            x.copy_(y)
+            residual.copy_(total)
+            return
+        run(x, residual, weight, x, residual, eps, 0.0)
+
+    return plan
+
+
+FORWARD_VARIANTS = tuple(ForwardVariant(name) for name in SCOPES)

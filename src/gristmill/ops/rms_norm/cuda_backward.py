@@ -1,0 +1,242 @@
+"""The CUDA variants of rms_norm_backward: the rows, then the sum of their weight gradients."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gristmill.jit import Program
+from gristmill.ops import launch
+from gristmill.ops.rms_norm import configs
+from gristmill.ops.rms_norm.configs import STRAIGHT, RowConfig
+from gristmill.ops.rms_norm.cuda import SCOPES, RowVariant
+from gristmill.ops.rms_norm.problem import Details
+from gristmill.ops.rms_norm.semantics import epsilon
+from gristmill.ops.rows import ELEMENT
+from gristmill.select.problem import Problem
+
+# BackwardParams: x, dy, rows, dsum, dx, weight, dweight, partials, meeting, columns, share, floats.
+BACKWARD_PARAMS = struct.Struct("<QqqQqq qq QqqQqq QQQ QQI4x II fff".replace(" ", ""))
+# WeightGradientParams: partials, dweight, count, columns, width.
+GRADIENT_PARAMS = struct.Struct("<QQIII")
+
+# Longest row of scope WARP, in vectors: beyond it, blocks fed by bulk copies are faster.
+WARP_VECTORS = 32
+
+
+class BackwardVariant(RowVariant):
+    values = 2
+
+    def supports(self, problem: Problem) -> str | None:
+        reason = super().supports(problem)
+        if reason is not None:
+            return reason
+        vectors = problem.layout.layout.vectors
+        if self.scope == "WARP" and vectors > WARP_VECTORS:
+            return f"rows of {problem.dim('N')} columns do not fit a warp's registers"
+        return None
+
+    def config(self, problem: Problem) -> RowConfig:
+        details: Details = problem.layout
+        choose = {
+            "WARP": configs.warp_backward,
+            "BLOCK": configs.block_backward,
+            "CLUSTER": configs.cluster_backward,
+            "GRID": configs.cooperative,
+        }[self.scope]
+        return choose(problem, details)
+
+    def program(self, problem: Problem, config: RowConfig) -> Program:
+        details: Details = problem.layout
+        gradient = "weight_grad" in problem.flags
+        types = (
+            details.type(0),
+            details.type(1),
+            details.weight,
+            details.type(2),
+            details.type(3),
+            details.weight if gradient else "Absent",
+        )
+        names = [f"rms_norm_backward<{','.join(types)},{self.template(details, config)}>"]
+        if gradient:
+            names.append(f"rms_norm_weight_gradient<{_element(problem)}>")
+        return Program("rms_norm_backward.cu", tuple(names))
+
+    def shared_bytes(self, details: Details, config: RowConfig) -> int:
+        if self.scope == "WARP":
+            # Where the block's teams add up their weight gradients.
+            return config.threads // config.lanes * details.layout.columns * 4
+        return super().shared_bytes(details, config)
+
+    def bind(self, problem: Problem, config: RowConfig) -> Callable[..., Any]:
+        details: Details = problem.layout
+        gradient = "weight_grad" in problem.flags
+        if details.layout.rows == 0 or details.layout.columns == 0:
+            return _plan_nothing
+        run = self._run(problem, config)
+
+        def plan(
+            dy: torch.Tensor,
+            x: torch.Tensor,
+            weight: torch.Tensor | None,
+            dsum: torch.Tensor | None,
+            eps: float | None,
+            weight_offset: float,
+            weight_grad: bool,
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            if eps is None:
+                eps = epsilon(eps, x.dtype)
+            if weight is not None and weight.stride(0) != 1:
+                weight = weight.contiguous()
+            dx = torch.empty_like(x)
+            if gradient and weight is not None:
+                dweight = torch.empty(weight.shape, dtype=weight.dtype, device=x.device)
+            else:
+                dweight = torch.empty(0, dtype=x.dtype, device=x.device)
+            if details.copied:
+                dense = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+                dsum = dsum.contiguous() if dsum is not None else None
+                run(
+                    dy.contiguous(),
+                    x.contiguous(),
+                    weight,
+                    dsum,
+                    dense,
+                    dweight,
+                    eps,
+                    weight_offset,
+                )
+                return dx.copy_(dense), dweight
+            run(dy, x, weight, dsum, dx, dweight, eps, weight_offset)
+            return dx, dweight
+
+        return plan
+
+    def _run(self, problem: Problem, config: RowConfig) -> Callable[..., None]:
+        details: Details = problem.layout
+        layout = details.layout
+        device = problem.device.index
+        program = self.program(problem, config)
+        shared = self.shared_bytes(details, config)
+        dependent = problem.device.capability >= (9, 0)
+        gradient = "weight_grad" in problem.flags
+
+        # Partial rows: never more than there are rows, nor than teams that run at once.
+        parts = layout.rows
+        if self.scope == "WARP":
+            parts = -(-parts // (config.threads // config.lanes))
+        if config.feed not in (STRAIGHT, 1):
+            parts = min(parts, self.resident_teams(problem, config, program, shared))
+        start = launch.prepare(
+            launch.KernelCall(
+                program,
+                program.names[0],
+                grid=parts * config.cluster,
+                block=config.threads,
+                shared=shared,
+                params=BACKWARD_PARAMS,
+                cluster=config.cluster if self.scope == "CLUSTER" else 1,
+                cooperative=self.scope == "GRID",
+                dependent=dependent,
+            ),
+            device,
+        )
+        finish = None
+        width = 32 if layout.columns >= 4096 else 8
+        if gradient and parts > 1:
+            threads = 512 if parts > 128 else 256
+            finish = launch.prepare(
+                launch.KernelCall(
+                    program,
+                    program.names[1],
+                    grid=-(-layout.columns // width),
+                    block=threads,
+                    shared=4 * threads,
+                    params=GRADIENT_PARAMS,
+                    dependent=dependent,
+                ),
+                device,
+            )
+        (xo, xi), (do, di), (so, si), (oo, oi) = (layout.strides(index) for index in range(4))
+        rows, inner_rows, columns = layout.rows, layout.inner_rows, layout.columns
+        share, inverse = self.share(details, config), 1.0 / columns
+        members = config.cluster if self.scope == "GRID" else 0
+        stream = launch.current_stream
+
+        def run(
+            dy: torch.Tensor,
+            x: torch.Tensor,
+            weight: torch.Tensor | None,
+            dsum: torch.Tensor | None,
+            dx: torch.Tensor,
+            dweight: torch.Tensor,
+            eps: float,
+            weight_offset: float,
+        ) -> None:
+            arrivals = meetings = partials = 0
+            if members:
+                meeting = launch.zeros(parts + 4 * parts * members, x.device)
+                arrivals = meeting.data_ptr()
+                meetings = arrivals + 4 * parts
+            if finish is not None:
+                workspace = torch.empty(parts * columns, dtype=torch.float32, device=x.device)
+                partials = workspace.data_ptr()
+            here = stream(device)
+            start(
+                here,
+                x.data_ptr(),
+                xo,
+                xi,
+                dy.data_ptr(),
+                do,
+                di,
+                rows,
+                inner_rows,
+                dsum.data_ptr() if dsum is not None else 0,
+                so,
+                si,
+                dx.data_ptr(),
+                oo,
+                oi,
+                weight.data_ptr() if weight is not None else 0,
+                dweight.data_ptr(),
+                partials,
+                arrivals,
+                meetings,
+                members,
+                columns,
+                share,
+                inverse,
+                eps,
+                weight_offset,
+            )
+            if finish is not None:
+                finish(here, partials, dweight.data_ptr(), parts, columns, width)
+
+        return launch.on_device(device, run)
+
+
+def _element(problem: Problem) -> str:
+    dtype: torch.dtype = getattr(torch, problem.dtype("weight") or "float32")
+    return ELEMENT[dtype]
+
+
+def _plan_nothing(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    dsum: torch.Tensor | None,
+    eps: float | None,
+    weight_offset: float,
+    weight_grad: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """No rows: no gradient of x, and a weight gradient of zeros."""
+    if weight_grad and weight is not None:
+        return torch.empty_like(x), torch.zeros_like(weight, memory_format=torch.contiguous_format)
+    return torch.empty_like(x), x.new_empty(0)
+
+
+BACKWARD_VARIANTS = tuple(BackwardVariant(name) for name in SCOPES)
