@@ -39,6 +39,8 @@ def is_direct(*tensors: torch.Tensor | None) -> bool:
 
 def needs_grad(*tensors: torch.Tensor | None) -> bool:
     """Whether autograd must see this call."""
-    return torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in tensors
-    )
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False

@@ -235,7 +235,7 @@ def _revive(row: Row, problem: Problem, variants: Sequence[Variant]) -> tuple[Va
     """The row as something to run, or the reason why it no longer holds."""
     variant = next((one for one in variants if one.name == row.variant), None)
     if variant is None:
-        return f"names variant {row.variant!r}, which does not exist or runs by request only"
+        return f"names variant {row.variant!r}, which does not exist"
     reason = variant.supports(problem)
     if reason is not None:
         return f"{row.variant} does not support this problem: {reason}"

@@ -1,6 +1,6 @@
 // RMSNorm, backward. With r = rsqrt(mean(x^2) + eps), g = dy * (weight + weight_offset) over N columns:
 //
-//     dx = r * g - x * r^3 * sum(g * x) / N  [+ dsum]        dweight = sum over rows of dy * x * r
+//     dx = r * (g - x * r * mean(g * x * r)) [+ dsum]        dweight = sum over rows of dy * x * r
 //
 // The row of x must be read anyway, so r is recomputed in the same reduction that sums g * x: nothing is saved by the
 // forward pass. Teams are persistent: each takes rows in turn, keeps its share of dweight in registers, and writes it
@@ -100,8 +100,9 @@ __global__ void __launch_bounds__(BOUND) rms_norm_backward(const BackwardParams 
         // Without HOLD rows are read from the feed twice: whoever is here is done with the row before, not with this one.
         if (HOLD) feed.reuse(row);
         else if (row >= team.teams) feed.reuse(row - team.teams);
-        const float rstd = rsqrtf(fmaf(sums[0], p.inverse_columns, p.eps));
-        const float slope = sums[1] * p.inverse_columns * rstd * rstd * rstd;
+        // An idle team of a warp has summed nothing: no infinity may reach its weight gradient.
+        const float rstd = active ? rsqrtf(fmaf(sums[0], p.inverse_columns, p.eps)) : 0.0f;
+        const float slope = sums[1] * p.inverse_columns * rstd * rstd;
 
 #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
@@ -114,7 +115,7 @@ __global__ void __launch_bounds__(BOUND) rms_norm_backward(const BackwardParams 
             for (int k = 0; k < VEC; k++) {
                 const float d = dy.get(k), h = x.get(k);
                 const float g = Weight::present ? d * (weight[i].get(k) + p.weight_offset) : d;
-                value[k] = fmaf(g, rstd, -h * slope);
+                value[k] = rstd * fmaf(-h, slope, g);
                 if constexpr (DSum::present) value[k] += dsum[i].get(k);
                 if constexpr (DWeight::present) dweight[i][k] = fmaf(d * rstd, h, dweight[i][k]);
             }

@@ -131,7 +131,7 @@ def rms_norm_backward(
 
     .. math:: r = (\mathrm{mean}(x^2) + eps)^{-1/2}, \quad g = dy \cdot (weight + weight\_offset)
 
-    .. math:: dx = r g - x r^3 \mathrm{mean}(g x) + dsum, \qquad dweight = \sum_{rows} dy \cdot x r
+    .. math:: dx = r (g - x r \, \mathrm{mean}(g x r)) + dsum, \quad dweight = \sum_{rows} dy \, x r
 
     Returns ``(dx, dweight)``: dx like x; dweight like weight, or without elements where
     ``weight_grad`` is False. The sum over rows is taken in fp32 in a fixed order.

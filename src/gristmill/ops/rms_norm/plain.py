@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,7 @@ class Reference(Variant):
         return None
 
     def bind(self, problem: Problem, config: None) -> Callable[..., Any]:
-        return lambda *args: _laid_out(self._function(*args), self._outputs, args)
+        return _laid_out(self._function, self._outputs)
 
 
 class Library(Variant):
@@ -48,8 +48,8 @@ class Library(Variant):
 
     def bind(self, problem: Problem, config: None) -> Callable[..., Any]:
         if problem.op == "add_rms_norm":
-            return _library_add
-        return _library_forward
+            return _laid_out(_library_add, semantics.outputs_add)
+        return _laid_out(_library_forward, semantics.outputs_forward)
 
 
 class LibraryBackward(Variant):
@@ -70,7 +70,7 @@ class LibraryBackward(Variant):
         return None
 
     def bind(self, problem: Problem, config: None) -> Callable[..., Any]:
-        return _library_backward
+        return _laid_out(_library_backward, semantics.outputs_backward)
 
 
 def _library_forward(
@@ -81,13 +81,10 @@ def _library_forward(
     casting: str,
     out_dtype: torch.dtype | None,
 ) -> torch.Tensor:
-    args = (x, weight, eps, weight_offset, casting, out_dtype)
     if weight is not None and weight_offset:
         # torch's op would need the sum rounded to the weight's dtype: another function.
-        y = reference.rms_norm(*args)
-    else:
-        y = F.rms_norm(x, x.shape[-1:], weight, semantics.epsilon(eps, x.dtype))
-    return cast(torch.Tensor, _laid_out(y, semantics.outputs_forward, args))
+        return reference.rms_norm(x, weight, eps, weight_offset, casting, out_dtype)
+    return F.rms_norm(x, x.shape[-1:], weight, semantics.epsilon(eps, x.dtype))
 
 
 def _library_add(
@@ -99,7 +96,7 @@ def _library_add(
     casting: str,
     out_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    total = torch.add(x, residual, out=torch.empty_like(x))
+    total = x + residual
     return _library_forward(total, weight, eps, weight_offset, casting, out_dtype), total
 
 
@@ -112,30 +109,38 @@ def _library_backward(
     weight_offset: float,
     weight_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    args = (dy, x, weight, dsum, eps, weight_offset, weight_grad)
     if weight is not None and weight_offset:
-        result = reference.rms_norm_backward(*args)
-    else:
-        shape, want = list(x.shape[-1:]), weight_grad and weight is not None
-        x, dy = x.contiguous(), dy.contiguous()
-        _, rstd = torch.ops.aten._fused_rms_norm(x, shape, weight, semantics.epsilon(eps, x.dtype))
-        dx, dweight = torch.ops.aten._fused_rms_norm_backward(
-            dy, x, shape, rstd, weight, [True, want]
-        )
-        result = dx if dsum is None else dx + dsum, dweight if want else x.new_empty(0)
-    return cast(
-        tuple[torch.Tensor, torch.Tensor], _laid_out(result, semantics.outputs_backward, args)
-    )
+        return reference.rms_norm_backward(dy, x, weight, dsum, eps, weight_offset, weight_grad)
+    shape, want = list(x.shape[-1:]), weight_grad and weight is not None
+    x, dy = x.contiguous(), dy.contiguous()
+    _, rstd = torch.ops.aten._fused_rms_norm(x, shape, weight, semantics.epsilon(eps, x.dtype))
+    dx, dweight = torch.ops.aten._fused_rms_norm_backward(dy, x, shape, rstd, weight, [True, want])
+    return dx if dsum is None else dx + dsum, dweight if want else x.new_empty(0)
 
 
-def _laid_out(result: Any, outputs: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """`result` with the strides that the op promises; a copy only where they differ."""
-    if result is None:
-        return None
-    promised = outputs(*[_meta(arg) for arg in args])
-    if isinstance(result, torch.Tensor):
-        return _as(result, promised)
-    return tuple(_as(one, other) for one, other in zip(result, promised, strict=True))
+def _laid_out(function: Callable[..., Any], outputs: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with the dtypes and strides that the op promises; copies only where they differ.
+
+    A plan serves calls of one layout, so what is promised is found out once, at the first call.
+    """
+    promised: list[torch.Tensor] = []
+
+    def plan(*args: Any) -> Any:
+        result = function(*args)
+        if result is None:
+            return None
+        results = (result,) if isinstance(result, torch.Tensor) else result
+        if not promised:
+            expected = outputs(*args)
+            expected = (expected,) if isinstance(expected, torch.Tensor) else expected
+            promised.extend(
+                torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
+                for one in expected
+            )
+        laid_out = tuple(_as(one, other) for one, other in zip(results, promised, strict=True))
+        return laid_out[0] if isinstance(result, torch.Tensor) else laid_out
+
+    return plan
 
 
 def _as(result: torch.Tensor, promised: torch.Tensor) -> torch.Tensor:
@@ -145,9 +150,3 @@ def _as(result: torch.Tensor, promised: torch.Tensor) -> torch.Tensor:
         promised.shape, promised.stride(), dtype=promised.dtype, device=result.device
     )
     return out.copy_(result)
-
-
-def _meta(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")

@@ -69,13 +69,14 @@ def rms_norm_backward(
     precise = accumulator(x.dtype)
     h, d = x.to(precise), dy.to(precise)
     rstd = torch.rsqrt(h.square().mean(-1, keepdim=True) + epsilon(eps, x.dtype))
+    h = h * rstd
     g = d if weight is None else d * (weight.to(precise) + weight_offset)
-    dx = rstd * g - h * (rstd**3 * (g * h).mean(-1, keepdim=True))
+    dx = rstd * (g - h * (g * h).mean(-1, keepdim=True))
     if dsum is not None:
         dx = dx + dsum.to(precise)
     if weight_grad and weight is not None:
         leading = list(range(x.dim() - 1))
-        products = d * h * rstd
+        products = d * h
         dweight = (products.sum(leading) if leading else products).to(weight.dtype)
     else:
         dweight = x.new_empty(0)

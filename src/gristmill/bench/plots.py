@@ -1,0 +1,183 @@
+"""Results as pictures: one SVG per op, with bandwidth, the roof, and times of small problems."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gristmill.bench.results import OURS, Results, Row, implementations
+from gristmill.bench.results import problems as by_problem
+from gristmill.errors import GristmillError
+
+# One colour per implementation in every picture, told apart also by those who see fewer colours.
+COLOURS = {
+    OURS: "#c2410c",
+    "eager": "#6b7280",
+    "inductor": "#2563eb",
+    "quack": "#0d9488",
+    "liger": "#7c3aed",
+    "flashinfer": "#ca8a04",
+}
+OTHER_COLOUR = "#be185d"
+MARKERS = {OURS: "o", "eager": "s", "inductor": "^", "quack": "D", "liger": "v", "flashinfer": "P"}
+INK, MUTED, FAINT, PAPER = "#1f2937", "#6b7280", "#e5e7eb", "#ffffff"
+# Below this a problem is bound by latency, and its bandwidth says little: it is drawn as a time.
+SMALL_BYTES = 16_000_000
+ROOF = "roof (a copy)"
+
+Problem = tuple[tuple[Any, ...], dict[str, Row]]
+
+
+def require() -> None:
+    """Raise, with what to install, if no picture could be drawn: better before a long run."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise GristmillError(
+            "plots need matplotlib, which is not installed: pip install 'gristmill[bench]'"
+        ) from error
+    matplotlib.use("Agg")
+
+
+def write_plots(results: Results, folder: Path, *, suffix: str = "svg") -> list[Path]:
+    """One file per op and dtype; returns their paths (none when nothing was timed)."""
+    require()
+    import matplotlib.pyplot as plt
+
+    style: Any = {
+        "font.family": "DejaVu Sans",
+        "font.size": 10,
+        "text.color": INK,
+        "axes.labelcolor": INK,
+        "axes.edgecolor": FAINT,
+        "axes.grid": True,
+        "axes.grid.axis": "y",
+        "axes.axisbelow": True,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "grid.color": FAINT,
+        "xtick.color": INK,
+        "ytick.color": INK,
+        "figure.facecolor": PAPER,
+        "axes.facecolor": PAPER,
+        "svg.hashsalt": "gristmill",  # the same results give the same file
+    }
+    rows = results.timed()
+    paths = []
+    folder.mkdir(parents=True, exist_ok=True)
+    with plt.rc_context(style):
+        for op, dtype in dict.fromkeys((row["op"], row["dtype"]) for row in rows):
+            chosen = [row for row in rows if (row["op"], row["dtype"]) == (op, dtype)]
+            figure = _figure(plt, chosen, f"{op}, {dtype}", results.meta)
+            path = folder / (f"{op}.{suffix}" if dtype == "bfloat16" else f"{op}_{dtype}.{suffix}")
+            metadata = {"Date": None} if suffix == "svg" else None
+            figure.savefig(path, bbox_inches="tight", metadata=metadata, dpi=130)
+            plt.close(figure)
+            paths.append(path)
+    return paths
+
+
+def _figure(plt: Any, rows: list[Row], title: str, meta: dict[str, Any]) -> Any:
+    # By size, and at one size from many short rows to a few long ones.
+    problems = sorted(by_problem(rows).items(), key=lambda one: (one[0][2] * one[0][3], one[0][3]))
+    large = [one for one in problems if _bytes(one) > SMALL_BYTES]
+    small = [one for one in problems if _bytes(one) <= SMALL_BYTES]
+    panels = [panel for panel in (large, small) if panel]
+    names = implementations(rows)
+    widths = [max(2.5, len(panel)) for panel in panels]
+    figure, axes = plt.subplots(
+        1,
+        len(panels),
+        figsize=(max(6.0, 2.0 + sum(widths)), 4.6),
+        gridspec_kw={"width_ratios": widths, "wspace": 0.2},
+        squeeze=False,
+    )
+    for axis, panel in zip(axes[0], panels, strict=True):
+        (_draw_bandwidth if panel is large else _draw_times)(axis, panel, names)
+    handles: dict[str, Any] = {}
+    for axis in axes[0]:
+        for handle, text in zip(*axis.get_legend_handles_labels(), strict=True):
+            handles.setdefault(text, handle)
+    order = [name for name in (*names, ROOF) if name in handles]
+    figure.legend(
+        [handles[name] for name in order],
+        order,
+        loc="lower left",
+        bbox_to_anchor=(axes[0][0].get_position().x0 - 0.008, 0.93),
+        ncols=len(handles),
+        frameon=False,
+        handlelength=1.6,
+        columnspacing=1.6,
+    )
+    left = axes[0][0].get_position().x0
+    figure.suptitle(title, x=left, y=1.07, ha="left", fontsize=14, fontweight="bold")
+    made = f"{meta.get('gpu', '')}, torch {meta.get('torch', '?')}, {meta.get('date', '')}"
+    if meta.get("device") == "cpu":
+        made += "; on a CPU only ratios mean anything"
+    figure.text(left, -0.05, made, ha="left", color=MUTED, fontsize=9)
+    return figure
+
+
+def _draw_bandwidth(axis: Any, problems: Sequence[Problem], names: Sequence[str]) -> None:
+    places = range(len(problems))
+    roof = [_any(one)["bytes"] / _any(one)["roof_us"] / 1e6 for one in problems]
+    axis.plot(places, roof, color=INK, linestyle=(0, (4, 3)), linewidth=1.4, label=ROOF)
+    highest = max(roof)
+    for name in reversed(names):  # ours last, on top
+        # A gap where an implementation has no time: a line through it would invent one.
+        rates = [row_of.get(name, {}).get("tb_per_s", math.nan) for _, row_of in problems]
+        if all(map(math.isnan, rates)):
+            continue
+        highest = max(highest, *(rate for rate in rates if not math.isnan(rate)))
+        axis.plot(
+            places,
+            rates,
+            color=COLOURS.get(name, OTHER_COLOUR),
+            marker=MARKERS.get(name, "X"),
+            markersize=7 if name == OURS else 5.5,
+            markeredgecolor=PAPER,
+            markeredgewidth=0.8,
+            linewidth=2.4 if name == OURS else 1.5,
+            label=name,
+            zorder=3 if name == OURS else 2,
+        )
+    axis.set_ylim(0, 1.08 * highest)
+    axis.set_ylabel("TB/s that must move")
+    axis.set_title("bandwidth (higher is better)", loc="left", fontsize=10, color=MUTED)
+    _name_shapes(axis, problems)
+
+
+def _draw_times(axis: Any, problems: Sequence[Problem], names: Sequence[str]) -> None:
+    width = 0.84 / len(names)
+    for index, name in enumerate(names):
+        offset = (index - (len(names) - 1) / 2) * width
+        there = [place for place, (_, row_of) in enumerate(problems) if name in row_of]
+        if there:
+            axis.bar(
+                [place + offset for place in there],
+                [problems[place][1][name]["us"] for place in there],
+                width=0.9 * width,
+                color=COLOURS.get(name, OTHER_COLOUR),
+                label=name,
+            )
+    axis.set_ylabel("µs per call")
+    axis.set_title("small problems (lower is better)", loc="left", fontsize=10, color=MUTED)
+    _name_shapes(axis, problems)
+
+
+def _name_shapes(axis: Any, problems: Sequence[Problem]) -> None:
+    labels = [f"{m}\n×{n}" for (_, _, m, n), _ in problems]
+    axis.set_xticks(range(len(problems)), labels)
+    axis.set_xlim(-0.6, len(problems) - 0.4)
+    axis.tick_params(length=0)
+
+
+def _any(problem: Problem) -> Row:
+    """A row of the problem: bytes and roof are the same in each."""
+    return next(iter(problem[1].values()))
+
+
+def _bytes(problem: Problem) -> int:
+    return int(_any(problem)["bytes"])

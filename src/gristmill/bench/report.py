@@ -1,0 +1,223 @@
+"""Results as tables: for a terminal (rich) and for a page (Markdown). Losses look like wins do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gristmill.bench.results import OURS, Results, Row, fastest_peer, implementations, label
+from gristmill.bench.results import problems as by_problem
+
+# Within 3% of the fastest peer counts as level with it.
+TIE = 0.97
+CPU_NOTE = "On a CPU these times say nothing about a GPU: only the ratios mean anything."
+
+
+def microseconds(us: float) -> str:
+    """Three digits that count: 1.65, 15.1, 260."""
+    digits = 2 if us < 10 else 1 if us < 100 else 0
+    return f"{us:,.{digits}f}"
+
+
+def print_results(results: Results, console: Console) -> None:
+    """Every suite's tables, then one line per op, then everything that needs a word."""
+    kernels = [row for row in results.rows if "mode" not in row and "cache" not in row]
+    for op in dict.fromkeys(row["op"] for row in kernels):
+        rows = [row for row in kernels if row["op"] == op]
+        table = _kernel_table(rows, roof=_has_roof(results))
+        console.print(_rich(table, f"{op}: µs per call", ours=1))
+    if kernels:
+        for line in summary(kernels):
+            console.print(line, markup=False, highlight=False)
+    for title, table in _other_tables(results.rows):
+        console.print(_rich(table, title, ours=-1))
+    for line in notes(results):
+        console.print(Text(line, style="yellow"))
+
+
+def markdown(results: Results) -> str:
+    """The same tables as a page, with what they were made with."""
+    meta = results.meta
+    versions = {
+        "torch": meta.get("torch"),
+        "CUDA": meta.get("cuda"),
+        "driver": meta.get("driver"),
+        "Triton": meta.get("triton"),
+        "gristmill": " ".join(filter(None, (meta.get("gristmill"), meta.get("revision")))),
+        **meta.get("peers", {}),
+    }
+    known = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    parts = [f"# {meta.get('gpu', 'unknown device')}, {meta.get('date', '')}", known]
+    if meta.get("method"):
+        parts.append(f"Method: {meta['method']}.")
+    if meta.get("copy_tb_per_s"):
+        parts.append(f"Largest copy measured in this run: {meta['copy_tb_per_s']:.2f} TB/s.")
+    kernels = [row for row in results.rows if "mode" not in row and "cache" not in row]
+    for op in dict.fromkeys(row["op"] for row in kernels):
+        rows = [row for row in kernels if row["op"] == op]
+        table = _kernel_table(rows, roof=_has_roof(results))
+        parts += [f"## {op}, µs per call", _markdown_table(table)]
+        parts += summary(rows)
+    for title, table in _other_tables(results.rows):
+        parts += [f"## {title}", _markdown_table(table)]
+    remarks = notes(results)
+    if remarks:
+        parts.append("\n".join(f"- {line}" for line in remarks))
+    return "\n\n".join(parts) + "\n"
+
+
+def summary(rows: Sequence[Row]) -> list[str]:
+    """Per op the mean against the fastest peer and how many are behind; then the other costs."""
+    ratios: dict[str, list[float]] = {}
+    for (op, *_), row_of in by_problem(list(rows)).items():
+        ratio = _ratio(row_of)
+        if ratio is not None:
+            ratios.setdefault(op, []).append(ratio)
+    lines = []
+    for op, values in ratios.items():
+        mean = math.exp(sum(map(math.log, values)) / len(values))
+        behind = sum(value < TIE for value in values)
+        count = "1 problem" if len(values) == 1 else f"{len(values)} problems"
+        lines.append(
+            f"{op}: {mean:.2f}x the fastest peer over {count} (geometric mean), "
+            f"behind by more than 3% on {behind}"
+        )
+    lines += _medians(rows, "first_call_s", "first call", lambda seconds: f"{seconds:.3f} s")
+    host = "host time of a small call"
+    lines += _medians(rows, "host_us", host, lambda us: f"{microseconds(us)} µs")
+    return lines
+
+
+def _medians(rows: Sequence[Row], key: str, what: str, write: Callable[[float], str]) -> list[str]:
+    """One line with each implementation's median of a column, if anyone has it."""
+    parts = []
+    for name in implementations(list(rows)):
+        values = [row[key] for row in rows if row["impl"] == name and row.get(key) is not None]
+        if values:
+            parts.append(f"{name} {write(median(values))}")
+    return [f"{what} (median): {', '.join(parts)}"] if parts else []
+
+
+def notes(results: Results) -> list[str]:
+    """What a reader must know beside the numbers: who is missing, who was wrong, what they mean."""
+    lines = []
+    if results.meta.get("device") == "cpu":
+        lines.append(CPU_NOTE)
+    lines += results.meta.get("notes", [])
+    for name, reason in results.meta.get("missing_peers", {}).items():
+        lines.append(f"{name} took no part: {reason}")
+    reasons: dict[tuple[str, str, str], list[str]] = {}
+    for row in results.failures():
+        reasons.setdefault((row["impl"], row["op"], row["error"]), []).append(label(row))
+    for (impl, op, reason), shapes in reasons.items():
+        lines.append(f"{impl} was not timed on {op} {', '.join(shapes)}: {reason}")
+    return lines
+
+
+def _ratio(row_of: dict[str, Row]) -> float | None:
+    peer, ours = fastest_peer(row_of), row_of.get(OURS, {})
+    if peer is None or "us" not in ours:
+        return None
+    return float(peer["us"]) / float(ours["us"])
+
+
+Grid = tuple[list[str], list[list[str]]]
+
+
+def _has_roof(results: Results) -> bool:
+    # A CPU's copy is no roof: caches and page faults decide it, not the width of a bus.
+    return results.meta.get("device") != "cpu"
+
+
+def _kernel_table(rows: list[Row], *, roof: bool) -> Grid:
+    """One line per problem, ending with fastest peer over ours, share of the roof, variant."""
+    names = implementations(rows)
+    several = len({row["dtype"] for row in rows}) > 1
+    header = ["problem", *names, "vs best peer", *(["of roof"] if roof else []), "variant"]
+    body = []
+    for (_, dtype, m, n), row_of in by_problem(rows).items():
+        ours, ratio = row_of.get(OURS, {}), _ratio(row_of)
+        share = f"{ours['roof_share']:.0%}" if "roof_share" in ours else ""
+        body.append(
+            [
+                f"{m}x{n}" + (f" {dtype}" if several else ""),
+                *(_time(row_of.get(name)) for name in names),
+                "" if ratio is None else f"{ratio:.2f}x",
+                *([share] if roof else []),
+                str(ours.get("variant", "")),
+            ]
+        )
+    return header, body
+
+
+def _time(row: Row | None) -> str:
+    if row is None:
+        return "–"
+    return microseconds(row["us"]) if "us" in row else "failed"
+
+
+def _other_tables(rows: list[Row]) -> list[tuple[str, Grid]]:
+    tables = []
+    host = [row for row in rows if "mode" in row]
+    if host:
+        names = implementations(host)
+        calls: dict[tuple[str, str], dict[str, Any]] = {}
+        for row in host:
+            calls.setdefault((row["mode"], label(row)), {})[row["impl"]] = row["host_us"]
+        body = []
+        for (mode, shape), us in calls.items():
+            ratio = f"{us[OURS] / us['eager']:.2f}x" if {OURS, "eager"} <= set(us) else ""
+            times = [microseconds(us[name]) if name in us else "–" for name in names]
+            body.append([mode, shape, *times, ratio])
+        header = ["rms_norm call", "problem", *names, "over eager"]
+        tables.append(("host: µs of host time per eager call", (header, body)))
+    start = [row for row in rows if "cache" in row]
+    if start:
+        body = [
+            [
+                row["op"],
+                row["cache"],
+                f"{row['first_call_s']:.3f} s" if "first_call_s" in row else "failed",
+                f"{row['import_s']:.3f} s" if "import_s" in row else "",
+                str(row.get("compiles", "")),
+                str(row.get("variant", "")),
+            ]
+            for row in start
+        ]
+        header = ["op", "cache", "first call", "import gristmill", "compiles", "variant"]
+        tables.append(("start: the first call in a fresh process", (header, body)))
+    return tables
+
+
+def _rich(grid: Grid, title: str, *, ours: int) -> Table:
+    header, body = grid
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    for index, name in enumerate(header):
+        right = index > 0 and name not in ("variant", "cache", "problem")
+        style = "bold" if index == ours else None
+        table.add_column(name, justify="right" if right else "left", style=style, no_wrap=True)
+    for line in body:
+        table.add_row(*(_cell(header[index], text) for index, text in enumerate(line)))
+    return table
+
+
+def _cell(column: str, text: str) -> Text:
+    if text == "failed":
+        return Text(text, style="red")
+    if column == "vs best peer" and text:
+        ratio = float(text.removesuffix("x"))
+        return Text(text, style="red" if ratio < TIE else "green" if ratio > 1 / TIE else "")
+    return Text(text)
+
+
+def _markdown_table(grid: Grid) -> str:
+    header, body = grid
+    rule = [":--" if index == 0 else "--:" for index in range(len(header))]
+    lines = [header, rule, *body]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -1,0 +1,162 @@
+"""Measures tasks: every implementation checked, then all timed in turns, beside the roof.
+
+Per task: arguments enough to keep the L2 cold, the first call of each implementation (timed: that
+is where compilers hide), its outputs against the reference, interleaved timing of those that were
+right, the time of a copy of as many bytes, and for small problems the host's time per call.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from gristmill.bench.check import check
+from gristmill.bench.inputs import Arguments, argument_sets, arguments, saved
+from gristmill.bench.peers import GRISTMILL, Function, Peer
+from gristmill.bench.results import Results, Row
+from gristmill.bench.suites import Task
+from gristmill.ops.registry import OPS
+from gristmill.select.chooser import resolve
+from gristmill.select.configs import config_to_json
+from gristmill.select.timing import Timing, time_copy, time_host, time_interleaved
+
+SAMPLES = 11
+QUICK_SAMPLES = 5
+# Up to here a launch can take longer than its kernel, so that the host's time matters.
+HOST_BYTES = 80_000_000
+
+METHODS = {
+    "cuda": "CUDA-graph replay over rotated sets of arguments (cold L2), implementations "
+    "interleaved, median and interquartile range; the roof is a copy of the same bytes in the "
+    "same run; bytes are what must move, the same for every implementation",
+    "cpu": "wall clock, implementations interleaved, median and interquartile range; "
+    "only ratios mean anything",
+}
+
+
+class Runner:
+    """Runs tasks on one device and collects their rows."""
+
+    def __init__(
+        self, device: torch.device, peers: Sequence[Peer], results: Results, *, samples: int
+    ):
+        self.device = device
+        self.implementations = (GRISTMILL, *peers)
+        self.results = results
+        self.samples = samples
+        self._roofs: dict[int, float] = {}
+        results.meta["method"] = f"{METHODS.get(device.type, METHODS['cpu'])}; {samples} samples"
+
+    def run(self, tasks: Sequence[Task], advance: Callable[[str], None]) -> None:
+        """Measure every task; `advance` is told about each before it starts."""
+        for task in tasks:
+            advance(str(task))
+            try:
+                rows = self._measure(task)
+            except torch.OutOfMemoryError as error:
+                reason = f"not enough memory for this problem: {_first_line(error)}"
+                rows = [self._row(task, peer.name, reason) for peer in self.implementations]
+            self.results.add(rows)
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _measure(self, task: Task) -> list[Row]:
+        op = OPS[task.op]
+        args = arguments(task, self.device)
+        moved = op.cost(*args).bytes
+        extra = saved(task, args)
+        full = args if extra is None else (*args, extra)
+        sets = argument_sets(full, self.device)
+        expected = op.reference(*args)
+
+        rows: dict[str, Row] = {}
+        runnable: dict[str, Function] = {}
+        for peer in self.implementations:
+            builder = peer.builders.get(task.name)
+            if builder is None:
+                continue
+            row = rows[peer.name] = self._row(task, peer.name, None)
+            try:
+                function = builder(sets)
+                row["first_call_s"], outputs = self._first_call(function, sets[0])
+                row["error"] = check(outputs, expected)
+                runnable[peer.name] = function
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # a peer may fail in any way: it is reported, not timed
+                row["error"] = f"{type(error).__name__}: {_first_line(error)}"
+        del expected
+        if GRISTMILL.name in runnable:
+            rows[GRISTMILL.name].update(self._chosen(task, args))
+        self._time(rows, runnable, sets, moved)
+        return list(rows.values())
+
+    def _row(self, task: Task, impl: str, error: str | None) -> Row:
+        return {
+            "op": task.name,
+            "dtype": task.dtype,
+            "M": task.rows,
+            "N": task.columns,
+            "impl": impl,
+            "error": error,
+        }
+
+    def _first_call(self, function: Function, args: Arguments) -> tuple[float, Any]:
+        self._synchronize()
+        start = time.perf_counter()
+        outputs = function(*args)
+        self._synchronize()
+        return round(time.perf_counter() - start, 4), outputs
+
+    def _chosen(self, task: Task, args: Arguments) -> Row:
+        """Which variant these arguments run on, as the chooser tells it."""
+        op = OPS[task.op]
+        choice, _ = resolve(op.name, op.variants, op.problem(*args))
+        return {
+            "variant": choice.variant.name,
+            "config": config_to_json(choice.config),
+            "source": choice.source,
+        }
+
+    def _time(
+        self, rows: dict[str, Row], runnable: dict[str, Function], sets: list[Arguments], moved: int
+    ) -> None:
+        timings = time_interleaved(runnable, sets, samples=self.samples) if runnable else {}
+        roof = self._roof(moved)
+        small = self.device.type == "cuda" and moved <= HOST_BYTES
+        for name, timing in timings.items():
+            row = rows[name]
+            if not isinstance(timing, Timing):
+                row["error"] = f"while timing: {type(timing).__name__}: {_first_line(timing)}"
+                continue
+            row["us"] = round(timing.us, 3)
+            row["spread_us"] = round(timing.spread_us, 3)
+            row["samples"] = timing.samples
+            row["method"] = timing.method
+            row["bytes"] = moved
+            row["tb_per_s"] = round(moved / timing.us / 1e6, 4)
+            row["roof_us"] = round(roof, 3)
+            row["roof_share"] = round(roof / timing.us, 4)
+            row["l2"] = "cold"
+            row["host_us"] = round(time_host(runnable[name], sets[0]), 2) if small else None
+
+    def _roof(self, moved: int) -> float:
+        """Microseconds of a copy that moves as many bytes; measured once per size and run."""
+        if moved not in self._roofs:
+            self._roofs[moved] = time_copy(moved, self.device, samples=self.samples).us
+            meta = self.results.meta
+            rates = {size: round(size / us / 1e6, 3) for size, us in sorted(self._roofs.items())}
+            meta["copy_tb_per_s"] = rates[max(rates)]
+            meta["copy_tb_per_s_by_mb"] = {f"{size / 1e6:.3g}": r for size, r in rates.items()}
+        return self._roofs[moved]
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or "no message").splitlines()[0][:300]

@@ -1,0 +1,178 @@
+"""The commands, their options and their help; the work is in the modules beside this one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gristmill.cli.common import DTYPE_HELP, SHAPE_HELP, reported
+
+app = typer.Typer(
+    name="gristmill",
+    help="GPU kernels for PyTorch, compiled on first use, the right one picked for each shape.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+cache_app = typer.Typer(
+    help="Look at or empty the cache of compiled kernels.", no_args_is_help=True
+)
+app.add_typer(cache_app, name="cache")
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+Shapes = Annotated[list[str] | None, typer.Option("--shape", help=SHAPE_HELP + " May be repeated.")]
+Dtypes = Annotated[list[str] | None, typer.Option("--dtype", help=DTYPE_HELP + " May be repeated.")]
+Arch = Annotated[
+    str | None,
+    typer.Option("--arch", help="Ask about another GPU, here or not: sm_80, sm_90a, sm_100a, ..."),
+]
+Device = Annotated[
+    str | None, typer.Option("--device", help="cuda, cuda:1 or cpu; by default the GPU.")
+]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from gristmill import __version__
+
+        typer.echo(f"gristmill {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def top(
+    _: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", callback=_version, is_eager=True),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(
+    epilog="Exit code 1 if something that should work does not. "
+    "Example: `gristmill doctor --json > report.json`"
+)
+@reported
+def doctor(json: Json = False) -> None:
+    """Say what is here and whether it works: GPU, compiler, cache, settings, every op."""
+    from gristmill.cli.doctor import run
+
+    run(as_json=json)
+
+
+@app.command(epilog="Example: `gristmill explain rms_norm --shape 4096x8192 --arch sm_100a`")
+@reported
+def explain(
+    op: Annotated[str, typer.Argument(help="The op, such as rms_norm.")],
+    shape: Annotated[str, typer.Option("--shape", help=SHAPE_HELP)] = "4096x8192",
+    dtype: Annotated[str, typer.Option("--dtype", help=DTYPE_HELP)] = "bfloat16",
+    arch: Arch = None,
+    json: Json = False,
+) -> None:
+    """Say which variant of an op would run for a shape, and why not the others."""
+    from gristmill.cli.explain import run
+
+    run(op, shape, dtype, arch, as_json=json)
+
+
+@app.command(
+    epilog="Examples: `gristmill warmup` for the GPU here; "
+    "`gristmill warmup rms_norm --shape 1x4096 --arch sm_90a` in an image build without one"
+)
+@reported
+def warmup(
+    ops: Annotated[list[str] | None, typer.Argument(help="Ops to warm up; by default all.")] = None,
+    shape: Shapes = None,
+    dtype: Dtypes = None,
+    arch: Arch = None,
+) -> None:
+    """Compile kernels into the cache ahead of the first call."""
+    from gristmill.cli.warmup import run
+
+    run(ops or [], shape or [], dtype or [], arch)
+
+
+@cache_app.command("ls")
+@reported
+def cache_ls(json: Json = False) -> None:
+    """List the compiled kernels in the cache folder."""
+    from gristmill.cli.cache import ls
+
+    ls(as_json=json)
+
+
+@cache_app.command("clear")
+@reported
+def cache_clear(
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first.")] = False,
+) -> None:
+    """Delete every compiled kernel from the cache folder."""
+    from gristmill.cli.cache import clear
+
+    clear(ask=not yes)
+
+
+@app.command(
+    epilog="Examples: `gristmill bench --quick --output results`; "
+    "`gristmill bench --op rms_norm_bwd --shape 32768x4096 --peers quack --json out.json`; "
+    "`gristmill bench host start`"
+)
+@reported
+def bench(
+    suites: Annotated[
+        list[str] | None,
+        typer.Argument(help="rms_norm (kernel time), host, start, or all.", show_default=False),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A few problems, fewer samples.")] = False,
+    op: Annotated[
+        list[str] | None,
+        typer.Option("--op", help="rms_norm, add_rms_norm, rms_norm_bwd. May be repeated."),
+    ] = None,
+    shape: Shapes = None,
+    dtype: Dtypes = None,
+    peers: Annotated[
+        str | None,
+        typer.Option(help="Of eager,inductor,quack,liger,flashinfer, or none; by default all."),
+    ] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Samples per timing.")] = None,
+    device: Device = None,
+    json: Annotated[Path | None, typer.Option(help="Write the rows to this file.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write the tables to this page.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Write SVGs into this folder.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Write all of these into this folder: results.json, results.md, SVGs."),
+    ] = None,
+    read: Annotated[
+        Path | None,
+        typer.Option(help="Measure nothing: show this file of an earlier run, on any machine."),
+    ] = None,
+) -> None:
+    """Measure gristmill against the peers that are installed, all in one run.
+
+    Peers take part when they can be imported. Every implementation is checked before it is timed;
+    the roof is a copy of as many bytes. Exit code 1 if gristmill's own result was wrong.
+    """
+    from gristmill.cli.bench import Options, run
+
+    run(
+        Options(
+            suites=suites or ["rms_norm"],
+            quick=quick,
+            ops=op or [],
+            shapes=shape or [],
+            dtypes=dtype or [],
+            peers=None if peers is None else [name.strip() for name in peers.split(",")],
+            samples=samples,
+            device=device,
+            json=json or (output and output / "results.json"),
+            markdown=markdown or (output and output / "results.md"),
+            plots=plots or output,
+            read=read,
+        )
+    )

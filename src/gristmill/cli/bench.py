@@ -1,0 +1,125 @@
+"""`gristmill bench`: from options to a run, and from its rows to tables, files and plots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import typer
+from rich.console import Console
+
+from gristmill.bench import host, runner
+from gristmill.bench.environment import describe
+from gristmill.bench.peers import Peer, choose
+from gristmill.bench.progress import progress
+from gristmill.bench.report import markdown, print_results
+from gristmill.bench.results import OURS, Results, load
+from gristmill.bench.suites import SUITES, Task, known, tasks
+from gristmill.cli.common import FAILURE, console, parse_dtype, parse_shape, torch_device
+from gristmill.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line as it was typed."""
+
+    suites: Sequence[str]
+    quick: bool
+    ops: Sequence[str]
+    shapes: Sequence[str]
+    dtypes: Sequence[str]
+    peers: Sequence[str] | None
+    samples: int | None
+    device: str | None
+    json: Path | None
+    markdown: Path | None
+    plots: Path | None
+    read: Path | None
+
+
+def run(options: Options) -> None:
+    out = console()
+    if options.plots is not None:
+        from gristmill.bench.plots import require
+
+        require()
+    results = _measured(options, out) if options.read is None else load(options.read)
+    print_results(results, out)
+    _write(results, options, out)
+    if any(row["impl"] == OURS for row in results.failures()):
+        raise typer.Exit(FAILURE)
+
+
+def _measured(options: Options, out: Console) -> Results:
+    # Everything that can be wrong with the command line is found before anything is measured.
+    suites = list(SUITES) if "all" in options.suites else list(options.suites)
+    for suite in suites:
+        known("suite", suite, (*SUITES, "all"))
+    device = torch_device(options.device)
+    dtypes = [parse_dtype(dtype) for dtype in options.dtypes]
+    found, notes = tasks(
+        device.type,
+        quick=options.quick,
+        names=options.ops,
+        shapes=[_matrix(shape) for shape in options.shapes],
+        dtypes=dtypes,
+    )
+    peers: list[Peer] = []
+    missing: dict[str, str] = {}
+    if "rms_norm" in suites:  # the other suites compare with torch alone
+        peers, missing = choose(options.peers or (), device)
+    else:
+        notes = []
+    meta = {**describe(device, peers), "suites": suites, "missing_peers": missing, "notes": notes}
+    results = Results(meta, path=options.json)
+    names = ", ".join(peer.name for peer in peers)
+    out.print(f"{meta['gpu']}, torch {meta['torch']}" + (f"; peers: {names}" if names else ""))
+    _measure(suites, found, peers, device, results, options, dtypes, out)
+    return results
+
+
+def _measure(
+    suites: Sequence[str],
+    found: Sequence[Task],
+    peers: Sequence[Peer],
+    device: torch.device,
+    results: Results,
+    options: Options,
+    dtypes: Sequence[str],
+    out: Console,
+) -> None:
+    if "rms_norm" in suites:
+        samples = options.samples or (runner.QUICK_SAMPLES if options.quick else runner.SAMPLES)
+        with progress(out, len(found)) as advance:
+            runner.Runner(device, peers, results, samples=samples).run(found, advance)
+    repeats = 1 if options.quick else 3
+    dtype = dtypes[0] if dtypes else "bfloat16"
+    if "host" in suites:
+        with progress(out, host.HOST_STEPS) as advance:
+            host.run_host(device, results, advance, dtype=dtype, rounds=repeats)
+    if "start" in suites:
+        with progress(out, host.START_STEPS) as advance:
+            host.run_start(device, results, advance, dtype=dtype, repeats=repeats)
+
+
+def _write(results: Results, options: Options, out: Console) -> None:
+    written = [results.path] if results.path is not None else []
+    if options.markdown is not None:
+        options.markdown.parent.mkdir(parents=True, exist_ok=True)
+        options.markdown.write_text(markdown(results))
+        written.append(options.markdown)
+    if options.plots is not None:
+        from gristmill.bench.plots import write_plots
+
+        written += write_plots(results, options.plots)
+    if written:
+        out.print("written: " + ", ".join(map(str, written)), soft_wrap=True)
+
+
+def _matrix(text: str) -> tuple[int, int]:
+    shape = parse_shape(text)
+    if len(shape) != 2 or min(shape) < 1:
+        raise ArgumentError(f"{text!r}: a benchmark takes rows x columns, as in 4096x8192")
+    return shape[0], shape[1]

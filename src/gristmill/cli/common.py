@@ -1,0 +1,92 @@
+"""What several commands share: parsing of shapes and dtypes, error reports, the consoles."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import typer
+
+from gristmill.errors import ArgumentError, DtypeError, GristmillError, UnknownVariant
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+FAILURE, USAGE = 1, 2
+SHAPE_HELP = "A shape such as 4096x8192 (rows x columns; more leading dimensions are fine)."
+DTYPE_NAMES = ("bfloat16", "float16", "float32", "float64")
+DTYPE_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+DTYPE_HELP = "bfloat16, float16 or float32 (or bf16, fp16, fp32)."
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console on the stream of this moment; wide when nobody is there to see it wrap."""
+    from rich.console import Console
+
+    made = Console(stderr=stderr, highlight=False)
+    if not made.is_terminal:
+        made = Console(stderr=stderr, highlight=False, width=200)
+    return made
+
+
+def write_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=1, default=str))
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"\d+([x×,]\d+)*", text):
+        raise ArgumentError(f"{text!r} is not a shape: write rows x columns as in 4096x8192")
+    return tuple(int(part) for part in re.split("[x×,]", text))
+
+
+def parse_dtype(text: str) -> str:
+    name = DTYPE_SHORT.get(text, text.removeprefix("torch."))
+    if name not in DTYPE_NAMES:
+        raise ArgumentError(f"{text!r} is not one of {', '.join(DTYPE_NAMES)}")
+    return name
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    import torch
+
+    dtype: torch.dtype = getattr(torch, parse_dtype(name))
+    return dtype
+
+
+def torch_device(name: str | None) -> torch.device:
+    """The device named, else the GPU if there is one."""
+    import torch
+
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ArgumentError(f"{name!r} is not a device: write cuda, cuda:1 or cpu") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ArgumentError(
+            f"there is no device {name!r}: torch sees {torch.cuda.device_count()} GPUs"
+        )
+    return device
+
+
+def reported(function: Callable[P, R]) -> Callable[P, R]:
+    """Errors that gristmill raises on purpose become one clear line and an exit code."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except GristmillError as error:
+            typer.echo(f"gristmill: {error}", err=True)
+            wrong_call = isinstance(error, (ArgumentError, DtypeError, UnknownVariant))
+            raise typer.Exit(USAGE if wrong_call else FAILURE) from error
+
+    return run
