@@ -103,9 +103,31 @@ def test_an_entry_of_another_program_is_a_miss(tiny, make_program, home, compile
 def test_another_compiler_replaces_the_entry(tiny, home, compiler, monkeypatch) -> None:
     cache.load_or_compile(tiny, ARCH)
     monkeypatch.setattr(cache, "compiler_version", lambda: "nvrtc 13.1")
+    monkeypatch.setattr(cache, "installed_version", lambda: "nvrtc 13.1")
     cache.forget()
     cache.load_or_compile(tiny, ARCH)
     assert len(compiler) == 2
+
+
+def test_hit_by_the_installed_version_does_not_load_the_compiler(
+    tiny, home, compiler, monkeypatch
+) -> None:
+    first = cache.load_or_compile(tiny, ARCH)
+    cache.forget()
+    monkeypatch.setattr(cache, "compiler_version", lambda: pytest.fail("NVRTC was loaded"))
+    monkeypatch.setattr(cache, "installed_version", lambda: first.compiler)
+    assert cache.load_or_compile(tiny, ARCH) == first
+
+
+@pytest.mark.parametrize("installed", ["", "nvrtc 12.9"])
+def test_the_loaded_compiler_outranks_the_installed_one(
+    installed, tiny, home, compiler, monkeypatch
+) -> None:
+    cache.load_or_compile(tiny, ARCH)
+    cache.forget()
+    monkeypatch.setattr(cache, "installed_version", lambda: installed)
+    cache.load_or_compile(tiny, ARCH)
+    assert len(compiler) == 1
 
 
 def test_other_cuda_headers_replace_the_entry(tiny, home, compiler, monkeypatch) -> None:

@@ -29,7 +29,9 @@ class FakeProgram:
 
 
 class Fake(Variant):
-    """Refuses with `refusal` (or what it returns for a problem), fails to build with `failure`."""
+    """Refuses with `refusal` (or what it returns for a problem), declines with `declined`, fails to
+    build with `failure`.
+    """
 
     summary = "a fake"
 
@@ -41,18 +43,21 @@ class Fake(Variant):
         failure: Exception | None = None,
         source: str = "",
         configured: bool = False,
-        by_request: bool = False,
+        declined: str | None = None,
     ) -> None:
         self.name = name
         self.refusal = refusal
         self.failure = failure
         self.source = source
         self.config_type = Config if configured else None
-        self.by_request = by_request
+        self.declined = declined
         self.bound: list[tuple[Problem, Any]] = []
 
     def supports(self, problem: Problem) -> str | None:
         return self.refusal(problem) if callable(self.refusal) else self.refusal
+
+    def declines(self, problem: Problem) -> str | None:
+        return self.declined
 
     def config(self, problem: Problem) -> Any:
         return None if self.config_type is None else Config(threads=128)

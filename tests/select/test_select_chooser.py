@@ -48,7 +48,6 @@ def test_preference_is_the_order_of_the_variants_that_support_the_problem() -> N
     variants = [
         Fake("first", refusal="needs N <= 128"),
         Fake("second", configured=True),
-        Fake("third", by_request=True),
         Fake("reference"),
     ]
     choices = ranked("toy", variants, problem())
@@ -56,6 +55,30 @@ def test_preference_is_the_order_of_the_variants_that_support_the_problem() -> N
     assert choices[0].config == Config(threads=128)
     assert choices[0].source == "preference"
     assert choices[0].reason == "number 2 of 3 in the order of preference"
+
+
+def test_those_that_decline_come_after_all_that_do_not_and_keep_their_order() -> None:
+    variants = [
+        Fake("first", declined="few rows"),
+        Fake("second"),
+        Fake("third", declined="few rows"),
+        Fake("reference"),
+    ]
+    assert names(variants) == ["second", "reference", "first", "third"]
+    assert resolve("toy", variants, problem())[0].variant.name == "second"
+
+
+def test_one_that_declines_runs_when_nothing_else_can() -> None:
+    refused, failed = Fake("first", refusal="no"), Fake("second", failure=DriverError("no"))
+    variants = [Fake("third", declined="slow here"), refused, failed]
+    choice, plan = resolve("toy", variants, problem())
+    assert (choice.variant.name, choice.source) == ("third", "preference")
+    assert plan(1) == ("third", 1)
+
+
+def test_one_that_declines_is_not_asked_when_it_does_not_support_the_problem() -> None:
+    variants = [Fake("first", refusal="too wide", declined="slow here"), Fake("second")]
+    assert names(variants) == ["second"]
 
 
 def test_table_goes_before_preference_and_lists_its_variant_once() -> None:
@@ -74,14 +97,16 @@ def test_stale_row_falls_back_to_preference() -> None:
     assert names([Fake("first"), new]) == ["first", "second"]
 
 
-def test_table_does_not_choose_what_runs_by_request() -> None:
-    special = Fake("third", by_request=True)
-    tuned(special)
-    assert names([Fake("first"), special]) == ["first"]
+def test_a_measured_row_overrules_that_a_variant_declines() -> None:
+    declining = Fake("third", declined="slow here")
+    tuned(declining)
+    choices = ranked("toy", [Fake("first"), declining], problem())
+    assert [choice.variant.name for choice in choices] == ["third", "first"]
+    assert choices[0].source == "user table"
 
 
 def test_forced_is_the_only_choice_and_beats_the_table() -> None:
-    variants = [Fake("first"), Fake("second"), Fake("third", by_request=True)]
+    variants = [Fake("first"), Fake("second"), Fake("third", declined="slow here")]
     tuned(variants[0])
     for name in ("second", "third"):
         with use("toy", name):

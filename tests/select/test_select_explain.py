@@ -20,7 +20,7 @@ from gristmill.select.table import user_table_path
 
 FIRST = Fake("first", configured=True, source="v1")
 SECOND = Fake("second", refusal="needs an even N")
-THIRD = Fake("third", by_request=True)
+THIRD = Fake("third", declined="leaves SMs idle")
 REFERENCE = Fake("reference")
 VARIANTS = [FIRST, SECOND, THIRD, REFERENCE]
 
@@ -53,14 +53,21 @@ def test_every_variant_is_there_with_its_reason_or_config() -> None:
     assert statuses(explanation) == {
         "first": "chosen",
         "second": "unsupported",
-        "third": "by request",
+        "third": "declined",
         "reference": "available",
     }
     assert explanation.chosen == "first"
     assert explanation.source == "preference"
     assert explanation.rows[0].config == Config(threads=128)
     assert explanation.rows[1].reason == "needs an even N"
+    assert explanation.rows[2].reason == "leaves SMs idle"
     assert [row.measured_us for row in explanation.rows] == [None] * 4
+
+
+def test_one_that_declined_and_is_alone_is_chosen() -> None:
+    explanation = explain_problem("toy", [SECOND, THIRD], problem())
+    assert statuses(explanation) == {"second": "unsupported", "third": "chosen"}
+    assert explanation.chosen == "third"
 
 
 def test_measured_times_and_config_come_from_the_table() -> None:
@@ -123,7 +130,7 @@ def test_text_is_an_aligned_table() -> None:
         "->  first      chosen       20.00  80%      "
         "threads=256 vector=16 order=() scope=warp cap=2.0",
         "    second     unsupported                  needs an even N",
-        "    third      by request",
+        "    third      declined                     leaves SMs idle",
         "    reference  available    80.00  20%",
         "",
         "runs first, by user table: measured on this machine's NVIDIA H200",

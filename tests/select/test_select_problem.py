@@ -90,3 +90,12 @@ def test_equal_problems_on_twin_devices_are_equal() -> None:
     twin = replace(H200, index=3)
     assert problem(device=twin) == problem()
     assert hash(problem(device=twin)) == hash(problem())
+
+
+def test_layout_takes_no_part_in_comparisons_and_keys() -> None:
+    # Two calls that differ in strides alone share their failures, tables and explanations.
+    one, other = problem(layout="strides (8, 1)"), problem(layout=["not", "even", "hashable"])
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one.key(1024) == other.key(1024)
+    assert "strides" not in repr(one)

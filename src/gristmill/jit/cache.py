@@ -16,7 +16,13 @@ from gristmill.errors import CompilerUnavailable, KernelNotCached
 from gristmill.jit import counters, entry
 from gristmill.jit.entry import Entry
 from gristmill.jit.folder import make_private, why_untrusted, write_whole
-from gristmill.jit.nvrtc import Binary, compile_program, compiler_version, headers_version
+from gristmill.jit.nvrtc import (
+    Binary,
+    compile_program,
+    compiler_version,
+    headers_version,
+    installed_version,
+)
 from gristmill.jit.once import Once
 from gristmill.jit.program import Program
 from gristmill.log import logger, warn_once
@@ -135,10 +141,11 @@ def _same_toolchain(binary: Binary, program: Program) -> bool:
     if not settings().jit:
         return True
     try:
-        now = (compiler_version(), headers_version(program))
+        # What is installed need not be what is loaded: only the compiler itself can refuse.
+        same = binary.compiler == installed_version() or binary.compiler == compiler_version()
+        return same and binary.headers == headers_version(program)
     except CompilerUnavailable:
         return True
-    return (binary.compiler, binary.headers) == now
 
 
 def _compile(program: Program, arch: str) -> Binary:

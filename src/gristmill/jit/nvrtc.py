@@ -8,6 +8,7 @@ NVRTC runs without Python's lock, so other threads go on meanwhile.
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
 import re
 from collections.abc import Mapping
@@ -85,6 +86,18 @@ def compile_program(program: Program, arch: str, *, verbose: bool = False) -> Bi
 def compiler_version() -> str:
     """ "nvrtc 13.0", or CompilerUnavailable."""
     return _loaded()[1]
+
+
+def installed_version() -> str:
+    """As `compiler_version`, by what is said to be installed; "" if nothing is.
+
+    Loading NVRTC to ask it takes 30 ms, most of what a first call with a warm cache may take.
+    """
+    try:
+        major, minor, *_ = importlib.metadata.version("nvidia-cuda-nvrtc").split(".")
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return ""
+    return f"nvrtc {major}.{minor}"
 
 
 def headers_version(program: Program) -> str:

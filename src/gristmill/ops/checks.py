@@ -68,6 +68,22 @@ def number(op: str, name: str, value: Any, *, minimum: float | None = None) -> N
         raise ArgumentError(f"{op}: {name} must be {bound}, got {value!r}")
 
 
+def boolean(op: str, name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise DtypeError(f"{op}: {name} must be True or False, got {type(value).__name__}")
+
+
+def writable(op: str, name: str, value: torch.Tensor) -> None:
+    """A tensor whose elements each have memory of their own."""
+    if any(
+        stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True)
+    ):
+        raise ArgumentError(
+            f"{op}: {name} is overwritten, so its rows must not share memory; got an expanded "
+            f"tensor of strides {value.stride()}"
+        )
+
+
 def one_of(op: str, name: str, value: Any, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         choices = " or ".join(repr(choice) for choice in allowed)

@@ -7,9 +7,13 @@ and every tensor is exactly what it seems.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.autograd import forward_ad
 from torch.nn import Parameter
+
+from gristmill.errors import ArgumentError
 
 _PLAIN = (torch.Tensor, Parameter)
 
@@ -35,6 +39,27 @@ def is_direct(*tensors: torch.Tensor | None) -> bool:
         or forward_ad._current_level >= 0  # dual tensors look like plain ones
         or _tracing() is not None  # torch.jit.trace
     )
+
+
+def is_transformed() -> bool:
+    """Whether vmap, another functorch transform or forward-mode AD is active.
+
+    torch's registered Python ops know none of them: `torch.func.grad` refuses them, and forward
+    mode drops the tangent without a word. The references are made of ops that know them all.
+    """
+    return _transform() is not None or forward_ad._current_level >= 0
+
+
+def refuse_tangents(op: str, args: tuple[Any, ...]) -> None:
+    """For an op that was called as `torch.ops.gristmill...`, with dual tensors."""
+    if forward_ad._current_level < 0:
+        return
+    for arg in args:
+        if isinstance(arg, torch.Tensor) and forward_ad.unpack_dual(arg).tangent is not None:
+            raise ArgumentError(
+                f"{op}: an argument has a forward-mode tangent, which torch.ops.gristmill.{op} "
+                f"would lose; call the function in gristmill, which passes it on"
+            )
 
 
 def needs_grad(*tensors: torch.Tensor | None) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch.autograd.function import _SingleLevelFunction
 
 from gristmill.errors import DoubleBackwardError
-from gristmill.ops.direct import is_direct, needs_grad
+from gristmill.ops.direct import is_direct, is_transformed, needs_grad, refuse_tangents
 from gristmill.select.chooser import resolve
 from gristmill.select.device import Device, device_of
 from gristmill.select.overrides import register_variants, token
@@ -107,22 +107,39 @@ class Op:
             name = names[position]
             if name not in kwargs and position < required:
                 raise TypeError(f"{self.name} needs the argument {name!r}")
-            values.append(kwargs.get(name, self.defaults[position - required]))
+            values.append(kwargs[name] if name in kwargs else self.defaults[position - required])
         self.check(*values)
         return tuple(values)
 
     def call(self, tensors: tuple[torch.Tensor | None, ...], args: Arguments) -> Any:
         """Run by the shortest safe way; `tensors` are the tensors among `args`."""
         if not is_direct(*tensors):
-            return self.overload(*args)
+            return self.dispatch(*args)
         if self._function is not None and needs_grad(*tensors):
             return self._function.apply(*args)
         return self.run(*args)
 
+    def dispatch(self, *args: Any) -> Any:
+        """Run as the torch op, or where that cannot be, as the reference."""
+        if torch.compiler.is_compiling():
+            return self.overload(*args)
+        if is_transformed():
+            self.check(*args)
+            return self.reference(*args)
+        try:
+            return self.overload(*args)
+        except RuntimeError:
+            self.check(*args)  # what the schema refuses, in our words
+            raise
+
     def run(self, *args: Any) -> Any:
         """Choose a variant (or remember the choice) and run it: real tensors, no autograd."""
-        key = self._key(*args)
-        plan = self._plans.get(key)
+        try:
+            key = self._key(*args)
+            plan = self._plans.get(key)
+        except (AttributeError, RuntimeError, TypeError):
+            self.check(*args)  # not a tensor, no dense one, or not hashable: says which argument
+            raise
         if plan is None:
             plan = self._plan(key, args)
         return plan(*args)
@@ -143,6 +160,7 @@ class Op:
         LIBRARY.define(f"{self.name}{self.schema}", tags=(torch.Tag.pt2_compliant_tag,))
 
         def implementation(*args: Any) -> Any:
+            refuse_tangents(self.name, args)
             return self.run(*self._completed(args))
 
         def fake(*args: Any) -> Any:

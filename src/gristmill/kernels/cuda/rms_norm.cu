@@ -111,3 +111,85 @@ __global__ void __launch_bounds__(BOUND) rms_norm_forward(const ForwardParams p)
     }
     team.finish();
 }
+
+// The same without keeping the row: it (or the sum) is read twice, from memory and then from the cache where it still
+// is. Few registers and no shared memory, so that SMs are full of threads; rows of any length; one row per team.
+template <class X, class Residual, class Weight, class Y, class Sum, class Held, class Normalised, class Product,
+          bool NESTED, Scope SCOPE, int VEC, int UNROLL, int BOUND>
+__global__ void __launch_bounds__(BOUND) rms_norm_forward_twice(const ForwardParams p) {
+    using WeightElement = typename Weight::type;
+    using Out = typename Y::type;
+    Team<SCOPE, 32, 1> team(p.meeting);
+    launch_next_grid();
+    const unsigned begin = min(team.member * p.share, p.columns) + team.thread * VEC;
+    const unsigned end = min(team.member * p.share + p.share, p.columns);
+    const unsigned step = team.threads * VEC;
+    wait_for_previous_grid();
+    const Place<NESTED> place(team.index, p.source.inner_rows);
+    const auto* x_row = place.template in<const typename X::type>(p.source.first);
+    const auto* residual_row = place.template in<const typename Residual::type>(p.source.second);
+    Held* sum_row = place.template in<Held>(p.sum);
+
+    // UNROLL vectors at a time, all loads first: the compiler moves no load across a store.
+    float squares[1] = {0.0f};
+    for (unsigned column = begin; column < end; column += UNROLL * step) {
+        Packed<typename X::type, VEC> x[UNROLL];
+        Packed<typename Residual::type, VEC> residual[UNROLL];
+#pragma unroll
+        for (int i = 0; i < UNROLL; i++) {
+            x[i].clear(), residual[i].clear();
+            if (column + i * step >= end) continue;
+            load<X>(x[i], x_row + column + i * step);
+            if constexpr (Residual::present) load<Residual>(residual[i], residual_row + column + i * step);
+        }
+#pragma unroll
+        for (int i = 0; i < UNROLL; i++) {
+            Packed<Held, VEC> held;
+            if constexpr (Residual::present) {
+                float h[VEC];
+#pragma unroll
+                for (int k = 0; k < VEC; k++) h[k] = x[i].get(k) + residual[i].get(k);
+                held.set(h);
+                if (column + i * step < end) store<Sum, true>(sum_row + column + i * step, held);
+            } else {
+                held = x[i];
+            }
+#pragma unroll
+            for (int k = 0; k < VEC; k++) squares[0] = fmaf(held.get(k), held.get(k), squares[0]);
+        }
+    }
+    team.sum(squares);
+    team.finish();
+    const float rstd = rsqrtf(fmaf(squares[0], p.inverse_columns, p.eps));
+
+    Out* y_row = place.template in<Out>(p.y);
+    for (unsigned column = begin; column < end; column += UNROLL * step) {
+        Packed<Held, VEC> h[UNROLL];
+        Packed<WeightElement, VEC> weight[UNROLL];
+#pragma unroll
+        for (int i = 0; i < UNROLL; i++) {
+            const unsigned here = column + i * step;
+            if (here >= end) continue;
+            if constexpr (Residual::present) load<Sum>(h[i], static_cast<const Held*>(sum_row) + here);
+            else load<X>(h[i], x_row + here);
+            if constexpr (Weight::present) load<Weight>(weight[i], static_cast<const WeightElement*>(p.weight) + here);
+        }
+#pragma unroll
+        for (int i = 0; i < UNROLL; i++) {
+            if (column + i * step >= end) continue;
+            float value[VEC];
+#pragma unroll
+            for (int k = 0; k < VEC; k++) {
+                value[k] = round_to<Normalised>(h[i].get(k) * rstd);
+                if constexpr (Weight::present) {
+                    float w = weight[i].get(k) + p.weight_offset;
+                    if constexpr (sizeof(Normalised) < 4 || sizeof(Product) < 4) w = round_to<WeightElement>(w);
+                    value[k] = round_to<Product>(value[k] * w);
+                }
+            }
+            Packed<Out, VEC> out;
+            out.set(value);
+            store<Y, true>(y_row + column + i * step, out);
+        }
+    }
+}

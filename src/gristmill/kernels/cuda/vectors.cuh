@@ -123,18 +123,18 @@ DEVICE void load(Packed<T, COUNT>& out, const T* pointer) {
     }
 }
 
-template <class Operand, class T, int COUNT>
+template <class Operand, bool IN_L1 = false, class T, int COUNT>
 DEVICE void store(T* pointer, const Packed<T, COUNT>& in) {
     constexpr int total = COUNT * sizeof(T), step = Operand::access < total ? Operand::access : total;
     if constexpr (step == 2) {
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
             const unsigned half = i % 2 ? in.words[i / 2] >> 16 : in.words[i / 2];
-            store_global<2>(pointer + i, &half);
+            store_global<2, IN_L1>(pointer + i, &half);
         }
     } else {
 #pragma unroll
         for (int i = 0; i < total; i += step)
-            store_global<step>(reinterpret_cast<char*>(pointer) + i, &in.words[i / 4]);
+            store_global<step, IN_L1>(reinterpret_cast<char*>(pointer) + i, &in.words[i / 4]);
     }
 }

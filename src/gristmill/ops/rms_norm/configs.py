@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from gristmill.ops.rms_norm.problem import Details
 from gristmill.select.problem import Problem
 
-STRAIGHT, AHEAD = 0, -1  # how rows come, as in feed.cuh; 1 and more are stages in shared memory
+# How rows come, as in feed.cuh; 1 and more are stages in shared memory. TWICE: they are not kept.
+STRAIGHT, AHEAD, TWICE = 0, -1, -2
+ONE_ROW = (STRAIGHT, TWICE, 1)  # a team does one row and is done
 MAX_THREADS = 1024
-MAX_CLUSTER = 16
+# The longest row, in vectors, that a block keeps: beyond, a cluster of blocks does.
+BLOCK_KEEPS = 8 * MAX_THREADS
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,18 @@ def whole_vectors(details: Details) -> bool:
 
 
 def bulk_copies(problem: Problem, details: Details) -> bool:
-    """Whether x and its companion can be fetched by bulk copies (x and residual, x and dy)."""
-    return problem.device.capability >= (9, 0) and details.bulk(0, 1) and whole_vectors(details)
+    """Whether x and its companion (residual, dy) can be fetched by bulk copies.
+
+    They pay by keeping whole rows in shared memory, so devices with little of it go without.
+    """
+    device = problem.device
+    able = device.capability >= (9, 0) and device.shared_per_block >= 200 * 1024
+    return able and details.bulk(0, 1) and whole_vectors(details)
+
+
+def most_blocks(problem: Problem) -> int:
+    """The largest cluster: 16 blocks on data centre GPUs, where it is not portable, else 8."""
+    return 16 if problem.device.capability[0] in (9, 10) else 8
 
 
 def warp_forward(problem: Problem, details: Details) -> RowConfig:
@@ -58,41 +71,49 @@ def warp_forward(problem: Problem, details: Details) -> RowConfig:
 
 def block_forward(problem: Problem, details: Details) -> RowConfig:
     vectors = details.layout.vectors
+    whole = whole_vectors(details)
+    twice = details.rereadable
+    if vectors > (BLOCK_KEEPS if whole else 16 * MAX_THREADS) and twice:
+        return _twice(MAX_THREADS, 4)
     if problem.rows <= 2 * problem.device.multiprocessors:
         # Up to two rows per SM: latency is all. 256x7168: 3.5 us at one vector a thread, 3.7 at 2.
         return _block(vectors, -(-vectors // MAX_THREADS))
-    if not whole_vectors(details):
+    if not whole:
         return _block(vectors, 8 if vectors <= 8 * MAX_THREADS else 16)
+    plain = problem.dtype("residual") is None
+    if vectors <= 1536 and twice and not plain:
+        return _twice(_warps(-(-vectors // 8)), 8)  # 32768x4096: 258 us, 262 with rows kept
     if vectors <= 640:
         return _block(vectors, 3)  # 32768x4096: 129 us, with 2 or 4 133
-    bulk = bulk_copies(problem, details)
-    plain = problem.dtype("residual") is None
     if vectors <= 1536:
-        if bulk and plain:
-            return _block(vectors, 2, feed=1)  # 32768x8192: 260 us
-        return _block(vectors, 6)  # 262 us
+        if twice:
+            return _twice(_warps(-(-vectors // 2)), 2)  # 32768x8192: 256 us, 260 with rows kept
+        return _block(vectors, 6)
     if vectors <= 2560:
         return _block(vectors, 4)  # 16384x16384: 259 us
-    if bulk and plain:
+    if bulk_copies(problem, details) and plain:
         # Waiting in shared memory, so that three blocks fit where one would with rows in registers:
         # 8192x32768 264 us against 284, 4096x65536 266 against 319.
         return _block(vectors, 8, feed=1, hold=False)
-    return _block(vectors, 4 if vectors <= 4 * MAX_THREADS else 8)
+    if vectors <= 4096 or not twice:
+        return _block(vectors, 4 if vectors <= 4096 else 8)  # with residual, 8192x32768: 521 us
+    return _twice(512, 8)  # with residual, 4096x65536: 537 us, 547 by a cluster that keeps rows
 
 
 def cluster_forward(problem: Problem, details: Details) -> RowConfig:
     vectors = details.layout.vectors
     few = problem.rows * 2 <= problem.device.multiprocessors
+    plain = problem.dtype("residual") is None
     if few or not bulk_copies(problem, details):
         items = 2 if whole_vectors(details) else 8
-        cluster = _cluster(vectors, items * MAX_THREADS)
+        cluster = _cluster(problem, vectors, items * MAX_THREADS)
         return _cluster_config(vectors, cluster, -(-vectors // (cluster * MAX_THREADS)))
-    if problem.dtype("residual") is not None and vectors <= 16384:
-        # 4096x131072 with residual: 1078 us one row at a time, 1083 from a ring.
-        cluster = _cluster(vectors, 1024)
-        return _cluster_config(vectors, cluster, 8, feed=1, hold=False)
-    # 4096x131072: 541 us from a ring, 551 one row at a time; 2048x262144: 540 and 560.
-    return _cluster_config(vectors, _cluster(vectors, 2048), 8, feed=2)
+    if not plain and details.rereadable:
+        # 4096x131072: 1076 us, 1098 with rows kept; 2048x262144: 1083 and 1092.
+        return _twice(MAX_THREADS, 4, cluster=_cluster(problem, vectors, BLOCK_KEEPS))
+    # 4096x131072: 540 us from a ring, 551 one row at a time; 2048x262144: 539 and 560.
+    cluster = _cluster(problem, vectors, 4096 if vectors > 16384 else 2048)
+    return _cluster_config(vectors, cluster, 6 if vectors <= 16384 else 8, feed=2)
 
 
 def cooperative(problem: Problem, details: Details) -> RowConfig:
@@ -135,26 +156,23 @@ def cluster_backward(problem: Problem, details: Details) -> RowConfig:
     vectors = details.layout.vectors
     if bulk_copies(problem, details):
         # 4096x131072: 792 us, 2048x262144: 957 us.
-        cluster = _cluster(vectors, 1024)
+        cluster = _cluster(problem, vectors, 1024)
         return _cluster_config(vectors, cluster, 4, feed=3 if vectors <= 16384 else 2)
     items = 2 if whole_vectors(details) else 16
-    cluster = _cluster(vectors, items * 512)
+    cluster = _cluster(problem, vectors, items * 512)
     return _cluster_config(vectors, cluster, -(-vectors // (cluster * MAX_THREADS)), feed=AHEAD)
 
 
-def most_vectors_block(problem: Problem, details: Details, columns_bytes: int) -> int:
-    """The longest row, in vectors, that one block can work on."""
-    if bulk_copies(problem, details):
-        in_shared = (problem.device.shared_per_block - 4096) // (
-            columns_bytes * details.layout.vector
-        )
-        return min(8 * MAX_THREADS, in_shared)
-    return (4 if whole_vectors(details) else 16) * MAX_THREADS
-
-
-def _block(vectors: int, items: int, feed: int = STRAIGHT, **rest: int | bool) -> RowConfig:
+def _block(
+    vectors: int, items: int, feed: int = STRAIGHT, hold: bool = True, blocks_per_sm: int = 0
+) -> RowConfig:
     items = max(1, items)
-    return RowConfig(threads=_warps(-(-vectors // items)), items=items, feed=feed, **rest)  # type: ignore[arg-type]
+    threads = _warps(-(-vectors // items))
+    return RowConfig(threads, items, feed=feed, hold=hold, blocks_per_sm=blocks_per_sm)
+
+
+def _twice(threads: int, items: int, cluster: int = 1) -> RowConfig:
+    return RowConfig(threads=threads, items=items, cluster=cluster, feed=TWICE, hold=False)
 
 
 def _cluster_config(
@@ -165,9 +183,9 @@ def _cluster_config(
     return RowConfig(threads=threads, items=items, cluster=cluster, feed=feed, hold=hold)
 
 
-def _cluster(vectors: int, each: int) -> int:
+def _cluster(problem: Problem, vectors: int, each: int) -> int:
     """Blocks for a row, `each` vectors in one, a power of two."""
-    return max(2, min(MAX_CLUSTER, _power_of_two(-(-vectors // each))))
+    return max(2, min(most_blocks(problem), _power_of_two(-(-vectors // each))))
 
 
 def _warps(threads: int) -> int:

@@ -15,7 +15,7 @@ import torch
 from gristmill.jit import Program
 from gristmill.ops import launch
 from gristmill.ops.rms_norm import configs
-from gristmill.ops.rms_norm.configs import STRAIGHT, RowConfig
+from gristmill.ops.rms_norm.configs import ONE_ROW, TWICE, RowConfig
 from gristmill.ops.rms_norm.problem import Details
 from gristmill.ops.rms_norm.semantics import epsilon
 from gristmill.select.problem import Problem
@@ -33,8 +33,7 @@ SUMMARIES = {
     "cuda_cluster": "a cluster of blocks shares a row (sm_90 and up)",
     "cuda_cooperative": "several blocks share a row, by cooperative launch",
 }
-# Longest row of scope WARP, in vectors: beyond, a lane's share no longer fits its registers well.
-WARP_VECTORS = 128
+ANY_LENGTH = 2**31
 
 # ForwardParams: x, residual, rows, y, sum, weight, meeting, columns and share, floats.
 FORWARD_PARAMS = struct.Struct("<QqqQqq qq QqqQqq Q QQI4x II fff".replace(" ", ""))
@@ -62,34 +61,30 @@ class RowVariant(Variant):
         wide = [f"{name} is {dtype}" for name, dtype in problem.dtypes if dtype == "float64"]
         if wide:
             return f"computes in fp32: {', '.join(wide)}"
+        if self.scope == "CLUSTER" and problem.device.capability < (9, 0):
+            return f"needs clusters (compute capability 9.0), not {problem.device.arch}"
         details: Details = problem.layout
-        vectors = details.layout.vectors
-        if self.scope == "WARP" and vectors > WARP_VECTORS:
-            return f"rows of {problem.dim('N')} columns do not fit a warp's registers"
-        if self.scope == "BLOCK":
-            most = configs.most_vectors_block(problem, details, self._column_bytes(details))
-            if vectors > most:
-                return f"rows of {problem.dim('N')} columns do not fit one block"
-        if self.scope == "CLUSTER":
-            if problem.device.capability < (9, 0):
-                return f"needs clusters (compute capability 9.0), not {problem.device.arch}"
-            if vectors > configs.MAX_CLUSTER * configs.MAX_THREADS * (
-                8 if configs.whole_vectors(details) else 16
-            ):
-                return f"rows of {problem.dim('N')} columns do not fit a cluster"
+        if details.layout.vectors > self.longest(problem, details):
+            whom = {"WARP": "a warp", "BLOCK": "one block", "CLUSTER": "a cluster"}
+            return f"rows of {problem.dim('N')} columns are too long for {whom[self.scope]}"
         if self.scope == "GRID" and self.config(problem).cluster > problem.device.multiprocessors:
             return f"rows of {problem.dim('N')} columns need more blocks than run at once"
         return None
 
     def declines(self, problem: Problem) -> str | None:
-        details: Details = problem.layout
-        if self.scope == "BLOCK" and problem.device.capability >= (9, 0):
-            few = problem.rows * 2 <= problem.device.multiprocessors
-            if few and details.layout.vectors > 4096:
-                return "few long rows leave most SMs idle; a cluster spreads each over several"
+        vectors = problem.layout.layout.vectors
+        if self.scope == "BLOCK" and vectors > configs.BLOCK_KEEPS:
+            return "a block would read such long rows twice; several blocks can keep them"
+        few = problem.rows * 2 <= problem.device.multiprocessors
+        if self.scope == "BLOCK" and few and vectors > 4096:
+            return "few long rows leave most SMs idle; several blocks can share each"
         if self.scope == "GRID" and problem.device.capability >= (9, 0):
             return "clusters do the same without a detour through global memory"
         return None
+
+    @abstractmethod
+    def longest(self, problem: Problem, details: Details) -> int:
+        """The longest row of this scope, in vectors."""
 
     def programs(self, problem: Problem, config: RowConfig) -> tuple[Program, ...]:
         return (self.program(problem, config),)
@@ -129,17 +124,12 @@ class RowVariant(Variant):
     def template(self, details: Details, config: RowConfig) -> str:
         """The template arguments that all row kernels end with."""
         bound = next(size for size in (128, 256, 512, 1024) if config.threads <= size)
-        values = (
-            str(details.layout.nested).lower(),
-            self.scope,
-            config.lanes,
-            details.layout.vector,
-            config.items,
-            config.feed,
-            str(config.hold).lower(),
-            bound,
-        )
-        return ",".join(map(str, values))
+        nested, hold = str(details.layout.nested).lower(), str(config.hold).lower()
+        vector, items = details.layout.vector, config.items
+        if config.feed == TWICE:
+            return f"{nested},{self.scope},{vector},{items},{bound}"
+        feed = config.feed
+        return f"{nested},{self.scope},{config.lanes},{vector},{items},{feed},{hold},{bound}"
 
     def _column_bytes(self, details: Details) -> int:
         """Bytes per column that a feed holds: of x and its companion."""
@@ -148,6 +138,18 @@ class RowVariant(Variant):
 
 
 class ForwardVariant(RowVariant):
+    def longest(self, problem: Problem, details: Details) -> int:
+        whole = configs.whole_vectors(details)
+        if self.scope == "WARP":
+            return (
+                128  # four vectors a lane; 32768x1024 bf16 is faster by warps, longer rows are not
+            )
+        if self.scope == "BLOCK" and not details.rereadable:
+            return (4 if whole else 16) * configs.MAX_THREADS
+        if self.scope == "CLUSTER":
+            return configs.most_blocks(problem) * configs.MAX_THREADS * (8 if whole else 16)
+        return ANY_LENGTH
+
     def config(self, problem: Problem) -> RowConfig:
         details: Details = problem.layout
         choose = {
@@ -170,10 +172,9 @@ class ForwardVariant(RowVariant):
             details.normalised,
             details.product,
         )
-        return Program(
-            "rms_norm.cu",
-            (f"rms_norm_forward<{','.join(types)},{self.template(details, config)}>",),
-        )
+        kernel = "rms_norm_forward_twice" if config.feed == TWICE else "rms_norm_forward"
+        name = f"{kernel}<{','.join(types)},{self.template(details, config)}>"
+        return Program("rms_norm.cu", (name,))
 
     def bind(self, problem: Problem, config: RowConfig) -> Callable[..., Any]:
         details: Details = problem.layout
@@ -196,7 +197,7 @@ class ForwardVariant(RowVariant):
             blocks = -(-layout.rows // (config.threads // config.lanes))
         else:
             blocks = layout.rows
-        if config.feed not in (STRAIGHT, 1):
+        if config.feed not in ONE_ROW:
             blocks = min(blocks, self.resident_teams(problem, config, program, shared))
         teams = blocks
         start = launch.prepare(

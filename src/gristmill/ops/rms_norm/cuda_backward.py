@@ -11,8 +11,8 @@ import torch
 from gristmill.jit import Program
 from gristmill.ops import launch
 from gristmill.ops.rms_norm import configs
-from gristmill.ops.rms_norm.configs import STRAIGHT, RowConfig
-from gristmill.ops.rms_norm.cuda import SCOPES, RowVariant
+from gristmill.ops.rms_norm.configs import ONE_ROW, RowConfig
+from gristmill.ops.rms_norm.cuda import ANY_LENGTH, SCOPES, RowVariant
 from gristmill.ops.rms_norm.problem import Details
 from gristmill.ops.rms_norm.semantics import epsilon
 from gristmill.ops.rows import ELEMENT
@@ -23,21 +23,20 @@ BACKWARD_PARAMS = struct.Struct("<QqqQqq qq QqqQqq QQQ QQI4x II fff".replace(" "
 # WeightGradientParams: partials, dweight, count, columns, width.
 GRADIENT_PARAMS = struct.Struct("<QQIII")
 
-# Longest row of scope WARP, in vectors: beyond it, blocks fed by bulk copies are faster.
-WARP_VECTORS = 32
-
 
 class BackwardVariant(RowVariant):
     values = 2
 
-    def supports(self, problem: Problem) -> str | None:
-        reason = super().supports(problem)
-        if reason is not None:
-            return reason
-        vectors = problem.layout.layout.vectors
-        if self.scope == "WARP" and vectors > WARP_VECTORS:
-            return f"rows of {problem.dim('N')} columns do not fit a warp's registers"
-        return None
+    def longest(self, problem: Problem, details: Details) -> int:
+        whole, bulk = configs.whole_vectors(details), configs.bulk_copies(problem, details)
+        if self.scope == "WARP":
+            return 32  # two vectors a lane; 32768x1024 bf16 is faster by blocks fed by bulk copies
+        if self.scope == "BLOCK":
+            return 2048 if bulk else (2 if whole else 16) * configs.MAX_THREADS
+        if self.scope == "CLUSTER":
+            each = 2048 if bulk else (2 if whole else 16) * configs.MAX_THREADS
+            return configs.most_blocks(problem) * each
+        return ANY_LENGTH
 
     def config(self, problem: Problem) -> RowConfig:
         details: Details = problem.layout
@@ -128,7 +127,7 @@ class BackwardVariant(RowVariant):
         parts = layout.rows
         if self.scope == "WARP":
             parts = -(-parts // (config.threads // config.lanes))
-        if config.feed not in (STRAIGHT, 1):
+        if config.feed not in ONE_ROW:
             parts = min(parts, self.resident_teams(problem, config, program, shared))
         start = launch.prepare(
             launch.KernelCall(

@@ -110,12 +110,15 @@ def fused_add_rms_norm_(
         weight: ``(N,)`` or None.
         eps: added to the mean of squares.
     """
-    if needs_grad(x, residual, weight):
+    tensors = (x, residual, weight)
+    if torch.is_grad_enabled() and any(
+        isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
+    ):
         raise ArgumentError(
             "fused_add_rms_norm_: works in place and has no gradient; call it under "
             "torch.no_grad(), or use add_rms_norm"
         )
-    FUSED_ADD_RMS_NORM_.call((x, residual, weight), (x, residual, weight, eps))
+    FUSED_ADD_RMS_NORM_.call(tensors, (x, residual, weight, eps))
 
 
 def rms_norm_backward(
@@ -141,7 +144,7 @@ def rms_norm_backward(
     if is_direct(*tensors) and not needs_grad(*tensors):
         result: tuple[torch.Tensor, torch.Tensor] = RMS_NORM_BACKWARD.run(*args)
     else:
-        result = RMS_NORM_BACKWARD.overload(*args)
+        result = RMS_NORM_BACKWARD.dispatch(*args)
     return result
 
 
@@ -183,9 +186,13 @@ def _backward_add(ctx: Any, dy: torch.Tensor | None, dsum: torch.Tensor | None) 
 
 
 def _autocast_forward(*args: Any) -> tuple[Any, ...]:
-    """torch computes rms_norm in fp32 under autocast: so an fp32 result, rounded nowhere before."""
+    """torch computes rms_norm in fp32 under autocast: so an fp32 result, rounded nowhere before.
+
+    fp64 stays fp64, there as here.
+    """
     *tensors, eps, weight_offset, _, out_dtype = args
-    return *tensors, eps, weight_offset, "once", out_dtype or torch.float32
+    own = torch.promote_types(args[0].dtype, torch.float32)
+    return *tensors, eps, weight_offset, "once", out_dtype or own
 
 
 RMS_NORM = Op(

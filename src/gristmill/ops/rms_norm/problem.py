@@ -32,6 +32,15 @@ class Details:
         view = self.layout.views[index]
         return view.type if view is not None else "Absent"
 
+    @property
+    def rereadable(self) -> bool:
+        """Whether what is normalised stands in memory after the first pass: x itself, or the sum.
+
+        The in-place op normalises the sum before it is rounded, so there it does not.
+        """
+        total = self.layout.views[3]
+        return total is None or ELEMENT.get(total.dtype) == self.held
+
     def bulk(self, *indices: int) -> bool:
         """Whether the hardware can fetch rows of these tensors in bulk."""
         views = [self.layout.views[index] for index in indices]

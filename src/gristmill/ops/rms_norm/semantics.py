@@ -47,6 +47,8 @@ def check_fused_add(x: Any, residual: Any, weight: Any, eps: Any) -> None:
     _check_row_tensor(op, "residual", residual, x)
     checks.weight_of(op, "weight", weight, x)
     checks.number(op, "eps", eps, minimum=0.0)
+    checks.writable(op, "x", x)
+    checks.writable(op, "residual", residual)
 
 
 def check_backward(
@@ -61,6 +63,7 @@ def check_backward(
     if eps is not None:
         checks.number(op, "eps", eps, minimum=0.0)
     checks.number(op, "weight_offset", weight_offset)
+    checks.boolean(op, "weight_grad", weight_grad)
 
 
 def outputs_forward(
