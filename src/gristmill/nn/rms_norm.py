@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from gristmill.errors import ArgumentError
 from gristmill.ops.rms_norm import rms_norm
 
 
@@ -19,10 +20,10 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         dims = len(self.normalized_shape)
-        if dims == 1:
-            return rms_norm(x, self.weight, self.eps)
+        if dims == 1 and self.weight is not None:
+            return rms_norm(x, self.weight, self.eps)  # which compares x with the weight
         if x.shape[-dims:] != self.normalized_shape:
-            raise ValueError(
+            raise ArgumentError(
                 f"RMSNorm: x must end in {self.normalized_shape}, got {tuple(x.shape)}"
             )
         weight = self.weight.flatten() if self.elementwise_affine else None

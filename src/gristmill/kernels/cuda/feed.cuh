@@ -6,15 +6,15 @@
 // FEED says how the rows come:
 //   STRAIGHT  into registers when asked for; a team does one row
 //   AHEAD     into registers, one row ahead of the one that is worked on
-//   1         into shared memory by a bulk copy (sm_90 and up); a team does one row. No registers wait for the data,
-//             so that more blocks fit and more bytes are in flight
+//   ASYNC     into shared memory, each thread its own vectors; a team does one row. No registers wait for the data, so
+//             that more blocks fit and more bytes are in flight
 //   2, 3, ..  into a ring of so many rows in shared memory, by bulk copies
 #pragma once
 #include "vectors.cuh"
 
-constexpr int STRAIGHT = 0, AHEAD = -1;
+constexpr int STRAIGHT = 0, AHEAD = -1, ASYNC = -2;
 
-DEVICE constexpr bool one_row(int feed) { return feed == STRAIGHT || feed == 1; }
+DEVICE constexpr bool one_row(int feed) { return feed == STRAIGHT || feed == ASYNC; }
 
 struct Source {
     Rows first, second;
@@ -62,9 +62,7 @@ struct Feed {
             second = *reinterpret_cast<const Packed<B, VEC>*>(reinterpret_cast<const B*>(slot + count) + (column - begin));
     }
 
-    DEVICE void reuse(long long row) {
-        if constexpr (FEED > 1) start(row + FEED * step);
-    }
+    DEVICE void reuse(long long row) { start(row + FEED * step); }
 
   private:
     DEVICE char* slot_of(unsigned turn) const { return ring + turn % FEED * (count * bytes_per_column); }
@@ -144,4 +142,43 @@ struct Feed<First, Second, NESTED, VEC, ITEMS, STRAIGHT> : RegisterFeed<First, S
 template <class First, class Second, bool NESTED, int VEC, int ITEMS>
 struct Feed<First, Second, NESTED, VEC, ITEMS, AHEAD> : RegisterFeed<First, Second, NESTED, VEC, ITEMS, true> {
     using RegisterFeed<First, Second, NESTED, VEC, ITEMS, true>::RegisterFeed;
+};
+
+template <class First, class Second, bool NESTED, int VEC, int ITEMS>
+struct Feed<First, Second, NESTED, VEC, ITEMS, ASYNC> {
+    using A = typename First::type;
+    using B = typename Second::type;
+    const Source& source;
+    const unsigned (&column)[ITEMS];
+    const unsigned begin, end;
+    A* first_slot;
+    B* second_slot;
+
+    DEVICE Feed(const Source& source, long long, const unsigned (&column)[ITEMS], unsigned begin, unsigned end, char* shared)
+        : source(source), column(column), begin(begin), end(end), first_slot(reinterpret_cast<A*>(shared)),
+          second_slot(reinterpret_cast<B*>(first_slot + (end - begin))) {}
+
+    DEVICE void prime(long long row) {
+        const Place<NESTED> place(row, source.inner_rows);
+        const A* first = place.template in<const A>(source.first);
+        const B* second = place.template in<const B>(source.second);
+#pragma unroll
+        for (int i = 0; i < ITEMS; i++) {
+            if (column[i] >= end) continue;
+#pragma unroll
+            for (int k = 0; k < VEC; k += 16 / sizeof(A)) copy_async(first_slot + column[i] - begin + k, first + column[i] + k);
+            if constexpr (Second::present)
+#pragma unroll
+                for (int k = 0; k < VEC; k += 16 / sizeof(B)) copy_async(second_slot + column[i] - begin + k, second + column[i] + k);
+        }
+    }
+
+    DEVICE void arrive(long long) { copy_async_wait(); }
+
+    DEVICE void get(Packed<A, VEC>& first, Packed<B, VEC>& second, int i, unsigned) const {
+        first = *reinterpret_cast<const Packed<A, VEC>*>(first_slot + (column[i] - begin));
+        if constexpr (Second::present) second = *reinterpret_cast<const Packed<B, VEC>*>(second_slot + (column[i] - begin));
+    }
+
+    DEVICE void reuse(long long) {}
 };

@@ -77,6 +77,15 @@ DEVICE unsigned load_acquire(const unsigned* pointer) {
     return value;
 }
 
+// ---- asynchronous copies by each thread, 16 bytes from global to shared memory ----
+
+DEVICE void copy_async(void* shared_destination, const void* source) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared_destination)), "l"(source) : "memory");
+}
+
+// Until all copies of this thread have come; what other threads copied is not waited for.
+DEVICE void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // ---- barriers in shared memory that count bytes to come (sm_90 and up) ----
 
 DEVICE void barrier_init(unsigned long long* barrier, unsigned count) {

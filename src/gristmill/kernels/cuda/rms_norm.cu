@@ -26,6 +26,8 @@ __global__ void __launch_bounds__(BOUND) rms_norm_forward(const ForwardParams p)
     using WeightElement = typename Weight::type;
     using SumElement = typename Sum::type;
     using Out = typename Y::type;
+    // Where rows wait in shared memory, plain stores are faster: 16384x16384 257 us against 258, with residual 515 against 520.
+    constexpr bool in_l1 = FEED != STRAIGHT;
     Team<SCOPE, LANES, 1> team(p.meeting);
     launch_next_grid();
 
@@ -77,7 +79,7 @@ __global__ void __launch_bounds__(BOUND) rms_norm_forward(const ForwardParams p)
             Packed<Held, VEC>& h = held[HOLD ? i : 0];
             get(h, sum, i);
             if constexpr (Residual::present)
-                if (active) store<Sum>(place.template in<SumElement>(p.sum) + column[i], sum);
+                if (active) store<Sum, in_l1>(place.template in<SumElement>(p.sum) + column[i], sum);
 #pragma unroll
             for (int k = 0; k < VEC; k++) squares[0] = fmaf(h.get(k), h.get(k), squares[0]);
         }
@@ -104,7 +106,7 @@ __global__ void __launch_bounds__(BOUND) rms_norm_forward(const ForwardParams p)
             if (active) {
                 Packed<Out, VEC> out;
                 out.set(value);
-                store<Y>(place.template in<Out>(p.y) + column[i], out);
+                store<Y, in_l1>(place.template in<Out>(p.y) + column[i], out);
             }
         }
         if constexpr (one_row(FEED)) break;

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from gristmill.ops.rms_norm.problem import Details
 from gristmill.select.problem import Problem
 
-# How rows come, as in feed.cuh; 1 and more are stages in shared memory. TWICE: they are not kept.
-STRAIGHT, AHEAD, TWICE = 0, -1, -2
-ONE_ROW = (STRAIGHT, TWICE, 1)  # a team does one row and is done
+# How rows come, as in feed.cuh; 2 and more are stages in shared memory. TWICE: they are not kept.
+STRAIGHT, AHEAD, ASYNC, TWICE = 0, -1, -2, -3
+ONE_ROW = (STRAIGHT, ASYNC, TWICE)  # a team does one row and is done
 MAX_THREADS = 1024
 # The longest row, in vectors, that a block keeps: beyond, a cluster of blocks does.
 BLOCK_KEEPS = 8 * MAX_THREADS
@@ -52,6 +52,18 @@ def bulk_copies(problem: Problem, details: Details) -> bool:
     return able and details.bulk(0, 1) and whole_vectors(details)
 
 
+def async_copies(problem: Problem, details: Details) -> bool:
+    """Whether rows of x and residual can wait in one block's shared memory."""
+    row = details.layout.columns * column_bytes(details)
+    fits = row + 1024 <= problem.device.shared_per_block
+    return fits and details.bulk(0, 1) and whole_vectors(details)
+
+
+def column_bytes(details: Details) -> int:
+    """Bytes per column that a feed holds: of x and its companion."""
+    return sum(view.dtype.itemsize for view in details.layout.views[:2] if view is not None)
+
+
 def most_blocks(problem: Problem) -> int:
     """The largest cluster: 16 blocks on data centre GPUs, where it is not portable, else 8."""
     return 16 if problem.device.capability[0] in (9, 10) else 8
@@ -60,7 +72,7 @@ def most_blocks(problem: Problem) -> int:
 def warp_forward(problem: Problem, details: Details) -> RowConfig:
     """Two vectors a lane where that fills a warp: 32768x256 takes 9.5 us, with one 9.6."""
     lanes = min(32, _power_of_two(-(-details.layout.vectors // 2)))
-    items = -(-details.layout.vectors // lanes)
+    items = max(1, -(-details.layout.vectors // lanes))
     # 32768x1024: 35.0 us in blocks of 64 threads, 35.6 in blocks of 256; 32768x256: 9.8 and 9.5.
     threads = 64 if items > 2 else 256
     teams = -(-problem.rows // max(1, problem.device.multiprocessors))
@@ -73,31 +85,32 @@ def block_forward(problem: Problem, details: Details) -> RowConfig:
     vectors = details.layout.vectors
     whole = whole_vectors(details)
     twice = details.rereadable
-    if vectors > (BLOCK_KEEPS if whole else 16 * MAX_THREADS) and twice:
+    if vectors > (BLOCK_KEEPS if whole else 16 * MAX_THREADS):
         return _twice(MAX_THREADS, 4)
     if problem.rows <= 2 * problem.device.multiprocessors:
         # Up to two rows per SM: latency is all. 256x7168: 3.5 us at one vector a thread, 3.7 at 2.
         return _block(vectors, -(-vectors // MAX_THREADS))
     if not whole:
         return _block(vectors, 8 if vectors <= 8 * MAX_THREADS else 16)
-    plain = problem.dtype("residual") is None
-    if vectors <= 1536 and twice and not plain:
-        return _twice(_warps(-(-vectors // 8)), 8)  # 32768x4096: 258 us, 262 with rows kept
+    plain, staged = problem.dtype("residual") is None, async_copies(problem, details)
+    hold = details.rereadable  # else h is held in fp32, in twice the registers
     if vectors <= 640:
-        return _block(vectors, 3)  # 32768x4096: 129 us, with 2 or 4 133
+        if plain or not twice:
+            return _block(vectors, 3)  # 32768x4096: 129 us, with 2 or 4 133
+        return _twice(_warps(-(-vectors // 8)), 8)  # with residual: 258 us, 262 with rows kept
     if vectors <= 1536:
-        if twice:
-            return _twice(_warps(-(-vectors // 2)), 2)  # 32768x8192: 256 us, 260 with rows kept
-        return _block(vectors, 6)
+        if plain:
+            return _twice(_warps(-(-vectors // 2)), 2)  # 32768x8192: 256 us, 259 staged
+        return _block(vectors, 8, ASYNC if staged else STRAIGHT, hold)  # 516 us, 523 read twice
     if vectors <= 2560:
-        return _block(vectors, 4)  # 16384x16384: 259 us
-    if bulk_copies(problem, details) and plain:
-        # Waiting in shared memory, so that three blocks fit where one would with rows in registers:
-        # 8192x32768 264 us against 284, 4096x65536 266 against 319.
-        return _block(vectors, 8, feed=1, hold=False)
+        # 16384x16384: 257 us staged, 259 straight; with residual 515 and 521.
+        return _block(vectors, 4 if plain else 2, ASYNC if staged else STRAIGHT, hold)
+    if staged and (plain or vectors <= 4096):
+        # 8192x32768: 263 us, 284 straight; 4096x65536: 263 and 319. With residual 518 and 521.
+        return _block(vectors, 8 if plain else 4, ASYNC, hold and not plain)
     if vectors <= 4096 or not twice:
-        return _block(vectors, 4 if vectors <= 4096 else 8)  # with residual, 8192x32768: 521 us
-    return _twice(512, 8)  # with residual, 4096x65536: 537 us, 547 by a cluster that keeps rows
+        return _block(vectors, 4 if vectors <= 4096 else 8)
+    return _twice(512, 8)  # with residual, 4096x65536: 537 us, 541 by a cluster that keeps rows
 
 
 def cluster_forward(problem: Problem, details: Details) -> RowConfig:
@@ -119,14 +132,14 @@ def cluster_forward(problem: Problem, details: Details) -> RowConfig:
 def cooperative(problem: Problem, details: Details) -> RowConfig:
     items = 2 if whole_vectors(details) else 8
     vectors = details.layout.vectors
-    members = -(-vectors // (items * 512))
+    members = max(1, -(-vectors // (items * 512)))
     threads = _warps(-(-vectors // (items * members)))
     return RowConfig(threads=threads, items=items, cluster=members, feed=AHEAD)
 
 
 def warp_backward(problem: Problem, details: Details) -> RowConfig:
     lanes = min(32, _power_of_two(-(-details.layout.vectors // 2)))
-    items = -(-details.layout.vectors // lanes)
+    items = max(1, -(-details.layout.vectors // lanes))
     # One large block per SM leaves the fewest partial rows: 32768x256 18.4 us, 19.0 in small ones.
     return RowConfig(threads=512, items=items, lanes=lanes, feed=AHEAD, blocks_per_sm=1)
 
@@ -166,7 +179,7 @@ def cluster_backward(problem: Problem, details: Details) -> RowConfig:
 def _block(
     vectors: int, items: int, feed: int = STRAIGHT, hold: bool = True, blocks_per_sm: int = 0
 ) -> RowConfig:
-    items = max(1, items)
+    items = max(1, items, -(-vectors // MAX_THREADS))
     threads = _warps(-(-vectors // items))
     return RowConfig(threads, items, feed=feed, hold=hold, blocks_per_sm=blocks_per_sm)
 
@@ -178,7 +191,7 @@ def _twice(threads: int, items: int, cluster: int = 1) -> RowConfig:
 def _cluster_config(
     vectors: int, cluster: int, items: int, feed: int = STRAIGHT, hold: bool = True
 ) -> RowConfig:
-    items = max(items, -(-vectors // (cluster * MAX_THREADS)))
+    items = max(1, items, -(-vectors // (cluster * MAX_THREADS)))
     threads = _warps(-(-vectors // (cluster * items)))
     return RowConfig(threads=threads, items=items, cluster=cluster, feed=feed, hold=hold)
 

@@ -15,7 +15,7 @@ import torch
 from gristmill.jit import Program
 from gristmill.ops import launch
 from gristmill.ops.rms_norm import configs
-from gristmill.ops.rms_norm.configs import ONE_ROW, TWICE, RowConfig
+from gristmill.ops.rms_norm.configs import ASYNC, ONE_ROW, TWICE, RowConfig
 from gristmill.ops.rms_norm.problem import Details
 from gristmill.ops.rms_norm.semantics import epsilon
 from gristmill.select.problem import Problem
@@ -78,7 +78,7 @@ class RowVariant(Variant):
         few = problem.rows * 2 <= problem.device.multiprocessors
         if self.scope == "BLOCK" and few and vectors > 4096:
             return "few long rows leave most SMs idle; several blocks can share each"
-        if self.scope == "GRID" and problem.device.capability >= (9, 0):
+        if self.scope == "GRID" and type(self)("cuda_cluster").supports(problem) is None:
             return "clusters do the same without a detour through global memory"
         return None
 
@@ -112,9 +112,10 @@ class RowVariant(Variant):
         """What the kernel's Team and Feed use, as team.cuh and feed.cuh lay it out."""
         barriers, slots = (16, 16 * 32) if self.scope == "CLUSTER" else (0, 32)
         team = 0 if self.scope == "WARP" else -(-(barriers + 8 * self.values * slots) // 128) * 128
-        if config.feed <= 0:
-            return team
-        return team + 128 + config.feed * self.share(details, config) * self._column_bytes(details)
+        row = self.share(details, config) * configs.column_bytes(details)
+        if config.feed == ASYNC:
+            return team + row
+        return team + 128 + config.feed * row if config.feed > 0 else team
 
     def share(self, details: Details, config: RowConfig) -> int:
         """Columns of a row per block."""
@@ -130,11 +131,6 @@ class RowVariant(Variant):
             return f"{nested},{self.scope},{vector},{items},{bound}"
         feed = config.feed
         return f"{nested},{self.scope},{config.lanes},{vector},{items},{feed},{hold},{bound}"
-
-    def _column_bytes(self, details: Details) -> int:
-        """Bytes per column that a feed holds: of x and its companion."""
-        views = [details.layout.views[index] for index in (0, 1)]
-        return sum(view.dtype.itemsize for view in views if view is not None)
 
 
 class ForwardVariant(RowVariant):

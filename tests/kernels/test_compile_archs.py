@@ -1,0 +1,205 @@
+"""Every kernel that the variants ask for, compiled for every architecture, within its limits.
+
+No GPU is needed: NVRTC compiles, and what a kernel uses is read from the result. A launch that
+cannot fit, a spill, or a block that the registers do not allow would otherwise be seen first on
+somebody's machine.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from gristmill.errors import CompilerUnavailable
+from gristmill.jit import Program
+from gristmill.jit.nvrtc import compile_program, compiler_version
+from gristmill.jit.resources import Resources, resource_usage
+from gristmill.ops.registry import OPS
+from gristmill.ops.rms_norm.configs import TWICE, RowConfig
+from gristmill.ops.rms_norm.cuda import RowVariant
+from gristmill.select.device import KNOWN
+from gristmill.select.problem import Problem
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+SOURCES = ("rms_norm.cu", "rms_norm_backward.cu")
+
+# Columns: powers of two, what models have, and lengths that allow only narrow vectors.
+COLUMNS = (1, 64, 100, 127, 256, 512, 768, 1024, 2048, 2880, 4096, 5120, 7168, 8192, 10001)
+LONG_COLUMNS = (12288, 16384, 20480, 32768, 50000, 65536, 131072, 200000, 262144)
+SOME_COLUMNS = (100, 512, 4096, 7168, 10001, 20480, 65536, 262144)
+ROWS = (1, 64, 1024, 32768)
+
+# x, its companion (residual, dy), weight, and how rows lie.
+MIXES = {
+    "bf16": (BF16, BF16, BF16, "dense"),
+    "fp32": (F32, F32, F32, "dense"),
+    "mixed": (BF16, F32, F16, "nested"),
+}
+MORE_MIXES = {
+    "fp16": (F16, F16, F16, "dense"),
+    "bf16, fp32 weight": (BF16, BF16, F32, "dense"),
+    "fp32, bf16 weight": (F32, F32, BF16, "dense"),
+    "fp32, bf16 companion": (F32, BF16, F32, "dense"),
+    "bf16, no weight": (BF16, BF16, None, "dense"),
+    "bf16, odd strides": (BF16, BF16, BF16, "odd stride"),
+    "bf16, nested": (BF16, BF16, BF16, "nested"),
+    "fp32, odd strides": (F32, F32, F32, "odd stride"),
+}
+Mix = tuple[torch.dtype, torch.dtype, "torch.dtype | None", str]
+
+NAMES_PER_PROGRAM = 16
+REGISTERS_PER_BLOCK = 65536
+REGISTER_GRANULE = 8  # registers are given to the threads of a warp in steps of so many
+RESERVED_SHARED = 1024  # of static shared memory, by the system, on sm_90 and up
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch that a variant would make, as data."""
+
+    variant: RowVariant
+    problem: Problem
+    config: RowConfig
+
+    def __str__(self) -> str:
+        problem = self.problem
+        size = f"{problem.rows}x{problem.dim('N')}"
+        return f"{problem.op} {self.variant.name} {size} {self.config}"
+
+    def program(self) -> Program:
+        return self.variant.program(self.problem, self.config)
+
+    def misfit(self) -> str | None:
+        """Why the device would refuse the launch, or compute only a part."""
+        config, device = self.config, self.problem.device
+        if not 32 <= config.threads <= 1024 or config.threads % 32:
+            return f"{config.threads} threads"
+        reach = config.items * (config.lanes if self.variant.scope == "WARP" else config.threads)
+        vectors = self.problem.layout.layout.vectors
+        if config.feed != TWICE and reach * config.cluster < vectors:
+            return f"{reach * config.cluster} of {vectors} vectors have a thread"
+        shared = self.variant.shared_bytes(self.problem.layout, config)
+        if shared > device.shared_per_block:
+            return f"{shared} bytes of shared memory, of {device.shared_per_block}"
+        if self.variant.scope == "CLUSTER" and config.cluster > 16:
+            return f"a cluster of {config.cluster} blocks"
+        return None
+
+
+def _rows(shape: tuple[int, int], dtype: torch.dtype, layout: str) -> torch.Tensor:
+    rows, columns = shape
+    if layout == "odd stride":
+        return torch.empty(rows, columns + 1, dtype=dtype, device="meta")[:, :columns]
+    if layout == "nested":
+        return torch.empty(8, rows // 8, columns, dtype=dtype, device="meta").transpose(0, 1)
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _calls(mix: Mix, rows: int, columns: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    x_dtype, other_dtype, weight_dtype, layout = mix
+    x = _rows((rows, columns), x_dtype, layout)
+    other = _rows((rows, columns), other_dtype, layout)
+    weight = None
+    if weight_dtype is not None:
+        weight = torch.empty(columns, dtype=weight_dtype, device="meta")
+    yield "rms_norm", (x, weight, 1e-6, 0.0, "once", None)
+    if x_dtype == other_dtype == weight_dtype == BF16:
+        yield "rms_norm", (x, weight, 1e-6, 0.0, "llama", None)
+    yield "add_rms_norm", (x, other, weight, 1e-6, 0.0, "once", None)
+    yield "fused_add_rms_norm_", (x, other, weight, 1e-6)
+    for dsum in (None, x):
+        yield "rms_norm_backward", (other, x, weight, dsum, 1e-6, 0.0, True)
+
+
+def _launches(arch: str, mix: Mix, all_columns: tuple[int, ...]) -> Iterator[Launch]:
+    for rows in ROWS if mix[3] != "nested" else ROWS[1:]:
+        for columns in all_columns:
+            for name, args in _calls(mix, rows, columns):
+                problem = OPS[name].problem(*args, device=KNOWN[arch])
+                for variant in OPS[name].variants:
+                    if isinstance(variant, RowVariant) and variant.supports(problem) is None:
+                        yield Launch(variant, problem, variant.config(problem))
+
+
+@pytest.mark.parametrize("arch", KNOWN)
+def test_every_launch_fits_the_device(arch: str) -> None:
+    columns = tuple({*COLUMNS, *LONG_COLUMNS, *(2**k + 8 for k in range(4, 18)), 262143})
+    misfits = sorted(
+        {
+            f"{launch}: {reason}"
+            for mix in (MIXES | MORE_MIXES).values()
+            for launch in _launches(arch, mix, columns)
+            if (reason := launch.misfit()) is not None
+        }
+    )
+    assert not misfits, "\n".join([f"{len(misfits)} launches do not fit {arch}:", *misfits[:20]])
+
+
+@pytest.fixture(scope="module")
+def compiler() -> None:
+    try:
+        compiler_version()
+    except CompilerUnavailable as error:
+        if os.environ.get("CI"):
+            pytest.fail(str(error))
+        pytest.skip(str(error))
+
+
+def _excess(launch: Launch, used: Resources) -> str | None:
+    """What a compiled kernel uses too much of."""
+    if used.spill_bytes or used.stack_bytes:
+        return f"{used.spill_bytes} bytes spilled, {used.stack_bytes} of stack"
+    granted = -(-used.registers // REGISTER_GRANULE) * REGISTER_GRANULE
+    if granted * launch.config.threads > REGISTERS_PER_BLOCK:
+        return f"{used.registers} registers in each of {launch.config.threads} threads"
+    if used.shared_bytes > RESERVED_SHARED:
+        return f"{used.shared_bytes} bytes of static shared memory"
+    return None
+
+
+def _check_compiled(arch: str, source: str, mix: Mix, columns: tuple[int, ...]) -> None:
+    wanted: dict[str, Launch] = {}
+    for launch in _launches(arch, mix, columns):
+        if launch.misfit() is not None:
+            continue  # test_every_launch_fits_the_device tells
+        program = launch.program()
+        for name in program.names if program.source == source else ():
+            # The largest of the blocks that share a kernel: it has the fewest registers.
+            if name not in wanted or wanted[name].config.threads < launch.config.threads:
+                wanted[name] = launch
+    names = sorted(wanted)
+    assert names
+    excesses = []
+    for first in range(0, len(names), NAMES_PER_PROGRAM):
+        program = Program(source, tuple(names[first : first + NAMES_PER_PROGRAM]))
+        binary = compile_program(program, arch, verbose=True)
+        usage = resource_usage(binary)
+        for name in program.names:
+            used = usage[binary.lowered[name]]
+            assert used.spill_bytes is not None, "the assembler's report does not name the kernel"
+            if (reason := _excess(wanted[name], used)) is not None:
+                excesses.append(f"{name}\n    for {wanted[name]}: {reason}")
+    assert not excesses, "\n".join([f"{len(excesses)} of {len(names)} on {arch}:", *excesses[:20]])
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("arch", KNOWN)
+def test_kernels_compile_within_limits(arch: str, source: str, mix: str) -> None:
+    columns = (*COLUMNS, *LONG_COLUMNS) if mix == "bf16" else SOME_COLUMNS
+    _check_compiled(arch, source, MIXES[mix], columns)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("mix", MIXES | MORE_MIXES)
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("arch", KNOWN)
+def test_more_kernels_compile_within_limits(arch: str, source: str, mix: str) -> None:
+    _check_compiled(arch, source, (MIXES | MORE_MIXES)[mix], (*COLUMNS, *LONG_COLUMNS))
