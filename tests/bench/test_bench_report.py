@@ -1,0 +1,189 @@
+"""Tables and pictures of results made by hand, where every number is known."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from gristmill.bench.plots import write_plots
+from gristmill.bench.report import markdown, microseconds, notes, print_results, summary
+from gristmill.bench.results import Results, load
+from gristmill.errors import ArgumentError, GristmillError
+
+
+def row(op: str, m: int, n: int, impl: str, us: float, **more: Any) -> dict[str, Any]:
+    moved = 4 * m * n
+    timed = {"us": us, "bytes": moved, "tb_per_s": moved / us / 1e6, "roof_us": 90.0}
+    timed["roof_share"] = 90.0 / us
+    base = {"op": op, "dtype": "bfloat16", "M": m, "N": n, "impl": impl, "error": 0.001}
+    return {**base, **timed, **more}
+
+
+def failed(op: str, m: int, n: int, impl: str, error: str) -> dict[str, Any]:
+    return {"op": op, "dtype": "bfloat16", "M": m, "N": n, "impl": impl, "error": error}
+
+
+@pytest.fixture
+def results() -> Results:
+    rows = [
+        row("rms_norm", 4096, 8192, "gristmill", 100.0, variant="cuda_block"),
+        row("rms_norm", 4096, 8192, "eager", 250.0),
+        row("rms_norm", 4096, 8192, "quack", 120.0),
+        row("rms_norm", 1, 4096, "gristmill", 2.0, variant="cuda_warp"),
+        row("rms_norm", 1, 4096, "eager", 1.5),
+        failed("rms_norm", 1, 4096, "quack", "output 0 is off by 0.5"),
+        {
+            **failed("rms_norm", 1, 4096, "gristmill", ""),
+            "error": None,
+            "mode": "forward",
+            "host_us": 12.0,
+        },
+        {
+            **failed("rms_norm", 1, 4096, "eager", ""),
+            "error": None,
+            "mode": "forward",
+            "host_us": 10.0,
+        },
+        {
+            **failed("rms_norm", 1, 4096, "gristmill", ""),
+            "error": None,
+            "cache": "warm",
+            "first_call_s": 0.0312,
+            "import_s": 0.2,
+            "variant": "cuda_warp",
+            "compiles": 0,
+        },
+    ]
+    meta = {
+        "gpu": "NVIDIA H200",
+        "device": "cuda",
+        "date": "2026-01-02",
+        "torch": "2.11.0",
+        "peers": {"eager": "2.11.0", "quack": "0.6.5"},
+        "missing_peers": {"liger": "cannot be imported: No module named 'liger_kernel'"},
+        "copy_tb_per_s": 4.2,
+        "method": "by hand",
+    }
+    return Results(meta, rows)
+
+
+def printed(results: Results) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    print_results(results, console)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_table_shows_wins_and_losses(results: Results) -> None:
+    lines = printed(results).splitlines()
+    (win,) = [line for line in lines if line.startswith("│ 4096x8192")]
+    assert [cell.strip() for cell in win.strip("│").split("│")] == [
+        "4096x8192",
+        "100",
+        "250",
+        "120",
+        "1.20x",
+        "90%",
+        "cuda_block",
+    ]
+    loss = next(line for line in lines if line.startswith("│ 1x4096"))
+    assert "0.75x" in loss
+    assert "failed" in loss
+
+
+def test_a_loss_is_red_and_a_win_green(results: Results) -> None:
+    console = Console(file=io.StringIO(), width=200, force_terminal=True, color_system="standard")
+    print_results(results, console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "\x1b[31m       0.75x" in text
+    assert "\x1b[32m       1.20x" in text
+
+
+def test_the_summary_counts_what_is_behind(results: Results) -> None:
+    (line,) = summary(results.timed())
+    # sqrt(1.2 * 0.75) = 0.949
+    assert line.startswith("rms_norm: 0.95x the fastest peer over 2 problems")
+    assert line.endswith("behind by more than 3% on 1")
+
+
+def test_the_summary_has_first_calls_and_host_times() -> None:
+    rows = [
+        row("rms_norm", 1, 64, "gristmill", 2.0, first_call_s=0.01, host_us=12.0),
+        row("rms_norm", 2, 64, "gristmill", 2.0, first_call_s=0.03, host_us=None),
+        row("rms_norm", 1, 64, "eager", 2.0, first_call_s=0.001, host_us=9.5),
+    ]
+    assert summary(rows)[1:] == [
+        "first call (median): gristmill 0.020 s, eager 0.001 s",
+        "host time of a small call (median): gristmill 12.0 µs, eager 9.50 µs",
+    ]
+
+
+def test_notes_tell_who_is_missing_and_who_was_wrong(results: Results) -> None:
+    assert notes(results) == [
+        "liger took no part: cannot be imported: No module named 'liger_kernel'",
+        "quack was not timed on rms_norm 1x4096: output 0 is off by 0.5",
+    ]
+
+
+def test_host_and_start_have_tables(results: Results) -> None:
+    text = printed(results)
+    host = next(line for line in text.splitlines() if line.startswith("│ forward"))
+    assert "12.0" in host
+    assert "1.20x" in host
+    start = next(line for line in text.splitlines() if "warm" in line)
+    assert "0.031 s" in start
+
+
+def test_a_cpu_has_a_note_and_no_roof(results: Results) -> None:
+    results.meta["device"] = "cpu"
+    text = printed(results)
+    assert "only the ratios mean anything" in text
+    assert "of roof" not in text
+    assert "90%" not in text
+
+
+def test_markdown_holds_the_same_numbers(results: Results) -> None:
+    page = markdown(results)
+    assert page.startswith("# NVIDIA H200, 2026-01-02\n")
+    assert "| 4096x8192 | 100 | 250 | 120 | 1.20x | 90% | cuda_block |" in page
+    assert "4.20 TB/s" in page
+    assert "- quack was not timed" in page
+    widths = {line.count("|") for line in page.split("\n\n")[5].splitlines()}
+    assert len(widths) == 1
+
+
+@pytest.mark.parametrize(
+    ("us", "text"), [(1.654, "1.65"), (15.13, "15.1"), (260.2, "260"), (1234.5, "1,234")]
+)
+def test_microseconds(us: float, text: str) -> None:
+    assert microseconds(us) == text
+
+
+def test_plots_draw_every_implementation(results: Results, tmp_path: Path) -> None:
+    (path,) = write_plots(results, tmp_path / "plots")
+    text = path.read_text()
+    assert path.name == "rms_norm.svg"
+    assert text.lstrip().startswith("<?xml")
+    for colour in ("#c2410c", "#6b7280", "#0d9488"):  # gristmill, eager, quack
+        assert colour in text
+    (again,) = write_plots(results, tmp_path / "again")
+    assert again.read_text() == text  # nothing in it changes from run to run
+
+
+def test_without_matplotlib_the_error_says_what_to_install(
+    results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(GristmillError, match=r"pip install 'gristmill\[bench\]'"):
+        write_plots(results, tmp_path)
+
+
+def test_a_file_that_is_no_result_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text('{"rows": []}')
+    with pytest.raises(ArgumentError, match=r"x\.json is not a file of benchmark results"):
+        load(path)

@@ -1,0 +1,159 @@
+"""The runner on a CPU with tiny problems: numbers that are sane, liars that are caught."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gristmill.bench.peers import PEERS, Function, Peer, Sets
+from gristmill.bench.results import OURS, Results, fastest_peer, load, problems
+from gristmill.bench.runner import Runner
+from gristmill.bench.suites import OPS, Task
+
+CPU = torch.device("cpu")
+TASKS = [Task(name, 8, 64, "bfloat16") for name in OPS]
+# What a reader of result files keys on, and what it needs of a row that was timed.
+PROBLEM_KEYS = {"op", "dtype", "M", "N", "impl"}
+TIMED_KEYS = {"us", "spread_us", "tb_per_s", "roof_us", "roof_share", "l2", "host_us"}
+
+
+def run(peers: list[Peer], tasks: list[Task], path: Path | None = None) -> Results:
+    results = Results({}, path=path)
+    Runner(CPU, peers, results, samples=3).run(tasks, lambda text: None)
+    return results
+
+
+def wrong_forward(sets: Sets) -> Function:
+    def call(x: torch.Tensor, weight: torch.Tensor, eps: float, *_: Any) -> torch.Tensor:
+        y = torch.nn.functional.rms_norm(x, weight.shape, weight, eps).clone()
+        y[-1] = y[-1] * 1.05
+        return y
+
+    return call
+
+
+def failing_forward(sets: Sets) -> Function:
+    def call(*_: Any) -> None:
+        raise ValueError("no such kernel\nand a second line")
+
+    return call
+
+
+def missing_forward(sets: Sets) -> Function:
+    raise ImportError("half an install")
+
+
+def peer(name: str, builder: Any) -> Peer:
+    return Peer(name, "torch", "torch", {"rms_norm": builder}, cpu=True)
+
+
+@pytest.fixture(scope="module")
+def results() -> Results:
+    return run([PEERS["eager"]], TASKS)
+
+
+def test_one_row_per_problem_and_implementation(results: Results) -> None:
+    assert [(row["op"], row["impl"]) for row in results.rows] == [
+        (name, impl) for name in OPS for impl in (OURS, "eager")
+    ]
+
+
+def test_rows_have_what_readers_need(results: Results) -> None:
+    for row in results.rows:
+        assert set(row) >= PROBLEM_KEYS | TIMED_KEYS, row
+        assert row["error"] <= 2**-6
+        assert row["first_call_s"] >= 0
+    ours = [row for row in results.rows if row["impl"] == OURS]
+    assert all(row["variant"] in ("library", "reference") for row in ours)
+    assert all({"config", "source"} <= set(row) for row in ours)
+
+
+def test_numbers_are_sane(results: Results) -> None:
+    for row in results.rows:
+        assert 0.5 < row["us"] < 1e6
+        assert row["spread_us"] >= 0
+        assert row["tb_per_s"] == pytest.approx(row["bytes"] / row["us"] / 1e6, abs=1e-3)
+        assert row["roof_share"] == pytest.approx(row["roof_us"] / row["us"], rel=0.01)
+
+
+def test_bytes_are_what_must_move(results: Results) -> None:
+    element, m, n = 2, 8, 64
+    moved = {row["op"]: row["bytes"] for row in results.rows}
+    matrices = {"rms_norm": 2, "add_rms_norm": 4, "rms_norm_bwd": 3}
+    for name, count in matrices.items():
+        least = count * m * n * element
+        assert least <= moved[name] <= least + 3 * n * 4, name
+
+
+def test_the_copies_are_in_the_meta(results: Results) -> None:
+    by_size = results.meta["copy_tb_per_s_by_mb"]
+    assert len(by_size) == 3
+    assert results.meta["copy_tb_per_s"] == list(by_size.values())[-1]
+    assert "only ratios" in results.meta["method"]
+
+
+def test_liars_and_wrecks_are_reported_and_not_timed() -> None:
+    liars = [peer("liar", wrong_forward), peer("wreck", failing_forward)]
+    liars.append(peer("half", missing_forward))
+    found = run([*liars, PEERS["eager"]], TASKS[:1])
+    rows = {row["impl"]: row for row in found.rows}
+    assert "off by" in rows["liar"]["error"]
+    assert rows["wreck"]["error"] == "ValueError: no such kernel"
+    assert rows["half"]["error"] == "ImportError: half an install"
+    for name in ("liar", "wreck", "half"):
+        assert "us" not in rows[name]
+    assert {row["impl"] for row in found.failures()} == {"liar", "wreck", "half"}
+    assert rows[OURS]["us"] > 0
+    best = fastest_peer(rows)
+    assert best is not None
+    assert best["impl"] == "eager"
+
+
+def test_a_peer_without_the_op_has_no_row() -> None:
+    found = run([peer("forward_only", wrong_forward)], TASKS[1:2])
+    assert [row["impl"] for row in found.rows] == [OURS]
+
+
+def test_a_crash_loses_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "results.json"
+    results = Results({}, path=path)
+    seen = []
+
+    def crash_at_the_second(text: str) -> None:
+        seen.append(text)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Runner(CPU, [], results, samples=1).run(TASKS, crash_at_the_second)
+    data = json.loads(path.read_text())
+    assert [row["op"] for row in data["rows"]] == ["rms_norm"]
+    assert data["meta"]["copy_tb_per_s"] > 0
+
+
+def test_files_read_back(tmp_path: Path, results: Results) -> None:
+    written = Results(results.meta, results.rows, tmp_path / "r.json")
+    written.save()
+    again = load(tmp_path / "r.json")
+    assert (again.meta, again.rows) == (results.meta, results.rows)
+    keys = [tuple(row[key] for key in ("op", "dtype", "M", "N", "impl")) for row in again.rows]
+    assert len(keys) == len(set(keys))
+    assert len(problems(again.rows)) == 3
+
+
+def test_the_same_task_gets_the_same_numbers() -> None:
+    from gristmill.bench.inputs import arguments
+
+    torch.manual_seed(7)
+    before = torch.rand(3)
+    first, second = arguments(TASKS[0], CPU), arguments(TASKS[0], CPU)
+    assert torch.equal(first[0], second[0])
+    torch.manual_seed(7)
+    assert torch.equal(before, torch.rand(3))
+    torch.manual_seed(7)
+    arguments(TASKS[0], CPU)
+    assert torch.equal(before, torch.rand(3))  # the caller's generator was left alone

@@ -1,0 +1,308 @@
+"""Every command, its exit code and what it says, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import gristmill
+from gristmill.cli.app import app
+from gristmill.ops.registry import OPS
+from gristmill.settings import VARIABLES, reload_settings
+
+# What typer's runner returns has no public name.
+Result = Any
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Runs a command line with a cache of its own; more environment can be given by name."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    runner = CliRunner()
+
+    def invoke(line: str, answer: str | None = None, **environment: str) -> Result:
+        environment = {"GRISTMILL_CACHE_DIR": str(tmp_path / "cache"), **environment}
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            try:
+                reload_settings()
+            except gristmill.errors.SettingsError:
+                patch.setattr("gristmill.settings._current", None)
+            result = runner.invoke(app, line.split(), input=answer)
+        reload_settings()
+        return result
+
+    return invoke
+
+
+def test_version(run: Run) -> None:
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"gristmill {gristmill.__version__}\n")
+
+
+@pytest.mark.parametrize("command", ["doctor", "explain", "warmup", "cache", "bench"])
+def test_every_command_has_help(run: Run, command: str) -> None:
+    assert command in run("--help").stdout
+    result = run(f"{command} --help")
+    assert result.exit_code == 0
+    assert "Usage" in result.stdout
+
+
+def test_python_m(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "gristmill", "explain", "no_such_op"],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": ":".join(sys.path), "HOME": str(tmp_path)},
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("gristmill: unknown op 'no_such_op': there are rms_norm")
+    assert "Traceback" not in done.stderr
+
+
+# doctor
+
+
+def test_doctor_tells_everything(run: Run) -> None:
+    result = run("doctor --json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["device"]["kind"] == "cpu"
+    assert report["cache"]["folder"].endswith("cache/kernels")
+    assert report["cache"]["trusted"] is True
+    assert [setting["name"] for setting in report["settings"]] == [one.name for one in VARIABLES]
+    assert [op["op"] for op in report["ops"]] == list(OPS)
+    for op in report["ops"]:
+        assert op["check"]["passed"] is True
+        assert 0 <= op["check"]["error"] < 2**-6
+        assert op["chosen"] in ("library", "reference")
+        refused = [row for row in op["variants"] if row["status"] == "unsupported"]
+        assert refused
+        assert all(row["reason"] for row in refused)
+    assert report["broken"] == []
+
+
+def test_doctor_as_text(run: Run) -> None:
+    result = run("doctor")
+    assert result.exit_code == 0
+    for word in ("torch", "compiler", "cache", "GRISTMILL_JIT", "passed", *OPS):
+        assert word in result.stdout
+    assert "Everything that should work here does." in result.stdout
+
+
+def test_doctor_tells_where_settings_come_from(run: Run) -> None:
+    report = json.loads(run("doctor --json", GRISTMILL_TABLE="off").stdout)
+    origins = {one["name"]: (one["value"], one["origin"]) for one in report["settings"]}
+    assert origins["GRISTMILL_TABLE"] == ("off", "environment")
+    assert origins["GRISTMILL_JIT"] == ("on", "default")
+
+
+def test_doctor_finds_an_op_that_computes_something_else(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = OPS["rms_norm"].reference
+    monkeypatch.setattr(
+        OPS["rms_norm"], "reference", lambda *args: reference(*args) * 1.1, raising=True
+    )
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert "broken: rms_norm: the self-check failed" in result.stdout
+    assert "should work here does" not in result.stdout
+
+
+def test_doctor_warns_of_a_folder_that_others_can_write_to(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "cache" / "kernels"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    result = run("doctor --json")
+    report = json.loads(result.stdout)
+    assert result.exit_code == 0
+    assert report["cache"]["trusted"] is False
+    assert "can be written to by others" in report["warnings"][0]
+
+
+def test_a_mistake_in_the_environment_is_one_line(run: Run) -> None:
+    result = run("doctor", GRISTMILL_JIT="maybe")
+    assert result.exit_code == 1
+    assert re.fullmatch(r"gristmill: GRISTMILL_JIT='maybe' is not allowed.*\n", result.stderr)
+
+
+# explain
+
+
+def test_explain_for_the_device_here(run: Run) -> None:
+    found = json.loads(run("explain rms_norm --shape 4096x8192 --json").stdout)
+    assert found["op"] == "rms_norm"
+    assert found["rows"] == 4096
+    assert 8192 in found["dims"].values()
+    assert found["chosen"] in ("library", "reference")
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120a"])
+def test_explain_for_a_gpu_that_is_not_here(run: Run, arch: str) -> None:
+    result = run(f"explain rms_norm --shape 2x2048x8192 --dtype fp16 --arch {arch} --json")
+    found = json.loads(result.stdout)
+    assert found["arch"] == arch
+    assert found["rows"] == 4096
+    assert "float16" in json.dumps(found["dtypes"])
+    assert found["chosen"].startswith("cuda_")
+    chosen = [row for row in found["variants"] if row["status"] == "chosen"]
+    assert [row["variant"] for row in chosen] == [found["chosen"]]
+
+
+def test_explain_as_text_names_the_choice(run: Run) -> None:
+    result = run("explain add_rms_norm --arch sm_90a")
+    assert result.exit_code == 0
+    assert re.search(r"^runs cuda_\w+, by ", result.stdout, re.MULTILINE)
+    assert "NVIDIA H200" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("explain rms_nrm", "unknown op 'rms_nrm': there are rms_norm"),
+        ("explain rms_norm --shape 12xx3", "'12xx3' is not a shape"),
+        ("explain rms_norm --dtype int4", "'int4' is not one of bfloat16"),
+        ("explain rms_norm --arch sm_50", "unknown architecture 'sm_50': there are sm_80"),
+        ("warmup no_op --arch sm_90a", "unknown op 'no_op'"),
+        ("warmup --arch h200", "unknown architecture 'h200'"),
+        ("warmup", "there is no GPU here; name the architecture"),
+        ("bench no_suite", "unknown suite 'no_suite': there are rms_norm"),
+        ("bench --op no_op", "unknown op 'no_op'"),
+        ("bench --peers quak", "did you mean quack?"),
+        ("bench --shape 4", "'4': a benchmark takes rows x columns"),
+        ("bench --device tpu9", "'tpu9' is not a device"),
+        ("bench --read no_such.json", "no_such.json is not a file of benchmark results"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_and_exit_code_2(run: Run, line: str, words: str) -> None:
+    result = run(line)
+    assert result.exit_code == 2, result.output
+    assert words in result.stderr
+    assert result.stderr.startswith("gristmill: ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_an_unknown_option_is_exit_code_2(run: Run) -> None:
+    assert run("explain rms_norm --colour red").exit_code == 2
+    assert run("no_such_command").exit_code == 2
+
+
+# warmup and cache
+
+
+@pytest.fixture
+def nvrtc() -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+
+
+@pytest.mark.usefixtures("nvrtc")
+def test_warmup_fills_the_cache_that_ls_lists_and_clear_empties(run: Run) -> None:
+    line = "warmup rms_norm --shape 16x4096 --arch sm_90a"
+    first, second = run(line), run(line)
+    assert first.exit_code == second.exit_code == 0, first.output
+    assert re.search(r"\d s +compiled +rms_norm cuda_\w+ \(.+\) for sm_90a", first.stdout)
+    assert re.search(r"[1-9]\d* programs compiled, 0 already in the cache", first.stdout)
+    assert re.search(r"0 programs compiled, [1-9]\d* already in the cache", second.stdout)
+
+    listed = json.loads(run("cache ls --json").stdout)
+    assert listed["kernels"]
+    for kernel in listed["kernels"]:
+        assert kernel["arch"] == "sm_90a"
+        assert kernel["source"].endswith(".cu")
+        assert kernel["bytes"] > 1000
+    assert listed["bytes"] == sum(kernel["bytes"] for kernel in listed["kernels"])
+    assert "sm_90a" in run("cache ls").stdout
+
+    count = len(listed["kernels"])
+    kept = run("cache clear", answer="n\n")
+    assert kept.exit_code == 1
+    assert f"Delete {count} programs" in kept.output
+    assert len(json.loads(run("cache ls --json").stdout)["kernels"]) == count
+    assert run("cache clear --yes").stdout.startswith(f"{count} programs deleted")
+    assert json.loads(run("cache ls --json").stdout)["kernels"] == []
+
+
+def test_an_empty_cache_lists_nothing(run: Run) -> None:
+    result = run("cache ls")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("0 programs")
+    assert run("cache clear").stdout.startswith("0 programs deleted")  # nothing to ask about
+
+
+@pytest.mark.usefixtures("nvrtc")
+def test_warmup_with_compiling_forbidden_fails(run: Run) -> None:
+    result = run("warmup rms_norm --shape 16x4096 --arch sm_89", GRISTMILL_JIT="off")
+    assert result.exit_code == 1
+    assert "GRISTMILL_JIT=off" in result.stderr
+
+
+# bench
+
+
+def test_bench_writes_rows_tables_and_plots(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = run(
+        f"bench --shape 8x64 --op rms_norm --op rms_norm_bwd --peers eager --samples 2 "
+        f"--device cpu --output {out}"
+    )
+    assert result.exit_code == 0, result.output
+    assert "[1/2] rms_norm 8x64 bfloat16" in result.stdout
+    assert "only the ratios mean anything" in result.stdout
+    assert sorted(path.name for path in out.iterdir()) == [
+        "results.json",
+        "results.md",
+        "rms_norm.svg",
+        "rms_norm_bwd.svg",
+    ]
+    data = json.loads((out / "results.json").read_text())
+    assert {row["op"] for row in data["rows"]} == {"rms_norm", "rms_norm_bwd"}
+    ours = [row for row in data["rows"] if row["impl"] == "gristmill"]
+    assert len(ours) == 2
+    assert all(row["us"] > 0 and row["tb_per_s"] >= 0 for row in ours)
+    for key in ("gpu", "date", "torch", "gristmill", "peers", "copy_tb_per_s", "method"):
+        assert data["meta"][key], key
+
+
+def test_bench_shows_an_earlier_run(run: Run, tmp_path: Path) -> None:
+    path, page = tmp_path / "r.json", tmp_path / "r.md"
+    run(f"bench --shape 8x64 --op rms_norm --peers none --samples 1 --device cpu --json {path}")
+    before = path.read_text()
+    result = run(f"bench --read {path} --markdown {page}")
+    assert result.exit_code == 0, result.output
+    assert "8x64" in page.read_text()
+    assert path.read_text() == before
+
+
+def test_bench_fails_when_gristmill_is_wrong(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    right = gristmill.rms_norm
+    monkeypatch.setattr(gristmill, "rms_norm", lambda *args: right(*args) * 1.1)
+    path = tmp_path / "r.json"
+    result = run(
+        f"bench --shape 8x64 --op rms_norm --peers eager --samples 1 --device cpu --json {path}"
+    )
+    assert result.exit_code == 1
+    assert "gristmill was not timed on rms_norm 8x64" in result.stdout
+    rows = {row["impl"]: row for row in json.loads(path.read_text())["rows"]}
+    assert "us" not in rows["gristmill"]
+    assert rows["eager"]["us"] > 0
+
+
+def test_bench_host(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gristmill.bench.host.SHAPES", ((1, 64),))
+    result = run("bench host --quick --device cpu")
+    assert result.exit_code == 0, result.output
+    assert "forward with grad" in result.stdout
+    assert "took no part" not in result.stdout

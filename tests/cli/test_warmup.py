@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+import gristmill
+from gristmill.errors import ArgumentError
+from gristmill.jit import cache
+from gristmill.ops.registry import OPS
+from gristmill.select.chooser import ranked
+from gristmill.select.device import KNOWN
+from gristmill.warmup import SHAPES, Warmed, warmup
+
+nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
+
+
+def test_what_is_warmed_is_what_a_call_looks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    load = cache.load_or_compile
+    monkeypatch.setattr(
+        cache, "load_or_compile", lambda program, arch: asked.append(program) or load(program, arch)
+    )
+    done = warmup("rms_norm", shapes=[(16, 4096)], arch="sm_90a")
+    op = OPS["rms_norm"]
+    args = op.example((16, 4096), torch.bfloat16, "meta")
+    problem = op.problem(*args, device=KNOWN["sm_90a"])
+    choice = ranked(op.name, op.variants, problem)[0]
+    assert tuple(asked) == choice.variant.programs(problem, choice.config) != ()
+    assert {one.variant for one in done} == {choice.variant.name}
+
+
+def test_progress_and_the_second_time() -> None:
+    seen: list[tuple[Warmed, int, int]] = []
+    ops = ["rms_norm", "add_rms_norm"]
+    first = gristmill.warmup(
+        ops, shapes=[(1, 1024), (2, 1024)], arch="sm_80", progress=lambda *event: seen.append(event)
+    )
+    assert [event[0] for event in seen] == first
+    assert [(number, total) for _, number, total in seen] == [
+        (number, len(first)) for number in range(1, len(first) + 1)
+    ]
+    assert {one.op for one in first} == set(ops)
+    assert {one.arch for one in first} == {"sm_80"}
+    second = gristmill.warmup(ops, shapes=[(1, 1024)], arch="sm_80")
+    assert {one.how for one in second} == {"cached"}
+
+
+def test_the_default_is_few_programs_for_many_shapes() -> None:
+    """Kernels serve ranges of lengths: a warm-up of everything must stay a matter of seconds."""
+    from gristmill.warmup import _jobs
+
+    jobs = _jobs(list(OPS), SHAPES, [torch.bfloat16], KNOWN["sm_90a"])
+    assert {problem.op for problem, _ in jobs.values()} == set(OPS)
+    assert len(OPS) <= len(jobs) < len(SHAPES)
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(ArgumentError, match="unknown op 'rms'"):
+        warmup("rms", arch="sm_90a")
+    with pytest.raises(ArgumentError, match="a device or an architecture, not both"):
+        warmup(device="cuda", arch="sm_90a")
+    with pytest.raises(ArgumentError, match="nothing is compiled for cpu"):
+        warmup(device="cpu")
+
+
+def test_a_forced_variant_is_what_is_warmed_where_it_can_run() -> None:
+    shapes = [(16, 256), (16, 131072)]
+    with gristmill.use("rms_norm", "cuda_warp"):
+        done = warmup("rms_norm", shapes=shapes, arch="sm_90a")
+    assert [one.variant for one in done] == ["cuda_warp"]
+    with gristmill.use("rms_norm", "library"):
+        assert warmup("rms_norm", shapes=shapes, arch="sm_90a") == []
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_first_call_compiles_nothing() -> None:
+    gristmill.warmup("rms_norm", shapes=[(24, 4096)])
+    before = gristmill.counters()["compiles"]
+    x = torch.randn(24, 4096, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(4096, device="cuda", dtype=torch.bfloat16)
+    gristmill.rms_norm(x, weight)
+    assert gristmill.counters()["compiles"] == before
