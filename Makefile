@@ -1,0 +1,44 @@
+# `make bench` and `make test` do all the set-up they need; see tools/environment.
+
+PYTHON ?= python3
+VENV ?= .venv
+# What pip is told to install as torch: a requirement, a wheel, or either with options of pip.
+TORCH ?= torch==2.13.0
+WORKERS ?= 2
+
+export PYTHON VENV TORCH
+# Absolute, because tests start processes in other folders; first, so that this tree always wins.
+export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
+
+.DEFAULT_GOAL := help
+# Two targets at once would fill the same environment twice.
+.NOTPARALLEL:
+.PHONY: help bench test test-long test-gpu lint format clean
+
+help: ## say what there is
+	@echo "make TARGET [PYTHON=$(PYTHON)] [VENV=$(VENV)] [TORCH='$(TORCH)'] [WORKERS=$(WORKERS)]"
+	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+bench: ## measure against what is installed, on whatever device is there; writes bench-results/
+	@python=$$(tools/environment bench) && "$$python" -m gristmill bench --quick --output bench-results
+
+test: ## run every test that is not marked long (with those for a GPU, where there is one)
+	@python=$$(tools/environment test) && "$$python" -m pytest -n $(WORKERS)
+
+test-long: ## run the tests marked long
+	@python=$$(tools/environment test) && "$$python" -m pytest -n $(WORKERS) -m long
+
+test-gpu: ## run the tests that need a GPU, one at a time
+	@python=$$(tools/environment test) && "$$python" -m pytest -m gpu
+
+lint: ## ruff (rules and format) and mypy; changes nothing
+	@python=$$(tools/environment lint) && \
+	  "$$python" -m ruff check && "$$python" -m ruff format --check && "$$python" -m mypy
+
+format: ## let ruff rewrite the files
+	@python=$$(tools/environment lint) && \
+	  "$$python" -m ruff check --fix && "$$python" -m ruff format
+
+clean: ## remove what the other targets leave behind; the environment stays
+	rm -rf bench-results build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,150 @@
+"""Every op, variant and way of feeding rows once, on small problems, for compute-sanitizer.
+
+    PYTHONPATH=src compute-sanitizer --tool memcheck python tools/sanitize.py
+    PYTHONPATH=src compute-sanitizer --tool racecheck python tools/sanitize.py rms_norm cuda_block
+
+Words on the command line narrow it down to ops and variants of these names. Exits with 1 where a
+result is wrong; what the sanitizer finds it reports itself (give it --error-exitcode).
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from gristmill.ops.op import Op
+from gristmill.ops.registry import OPS
+from gristmill.ops.rms_norm.configs import AHEAD, ASYNC, STRAIGHT, TWICE, RowConfig
+from gristmill.ops.rms_norm.cuda import RowVariant
+from gristmill.select.device import device_of
+from gristmill.select.problem import Problem
+
+# Rows and columns: short and odd rows, then the lengths at which the preferences change.
+SHAPES = (
+    (9, 1),
+    (33, 24),
+    (21, 130),
+    (13, 1000),
+    (9, 2048),
+    (9, 5120),
+    (9, 8192),
+    (7, 16384),
+    (5, 20001),
+    (5, 32768),
+    (3, 65536),
+    (3, 131072),
+)
+# So few that a handful of rows counts as many: rings and loops over rows are used, and short.
+MULTIPROCESSORS = (3, 24)
+
+
+def main(words: list[str]) -> int:
+    """Runs all that `words` name, and says what was run."""
+    if not torch.cuda.is_available():
+        sys.stderr.write("sanitize: there is no GPU here\n")
+        return 2
+    torch.manual_seed(0)
+    count = wrong = 0
+    for op, variant in kernels(words):
+        for args, problem, config in runs(op, variant):
+            good = run(op, variant, problem, config, args)
+            count, wrong = count + 1, wrong + (not good)
+            mark = "" if good else "  WRONG"
+            sys.stdout.write(f"{problem.key(problem.rows)} {variant.name} {config}{mark}\n")
+    sys.stdout.write(f"{count} launches, {wrong} wrong\n")
+    return 1 if wrong or not count else 0
+
+
+def kernels(words: list[str]) -> Iterator[tuple[Op, RowVariant]]:
+    """The ops and variants that `words` name; where no op, or no variant, is named: all."""
+    ops = [word for word in words if word in OPS]
+    variants = [word for word in words if word not in OPS]
+    for op in OPS.values():
+        for variant in op.variants:
+            wanted = (not ops or op.name in ops) and (not variants or variant.name in variants)
+            if wanted and isinstance(variant, RowVariant):
+                yield op, variant
+
+
+def runs(op: Op, variant: RowVariant) -> Iterator[tuple[tuple[Any, ...], Problem, RowConfig]]:
+    """Arguments, problem and config of every launch of one variant of an op."""
+    device = device_of("cuda")
+    for shape, few, unaligned in itertools.product(SHAPES, MULTIPROCESSORS, (False, True)):
+        if unaligned and shape[-1] > 8192:
+            continue
+        args = arguments(op, shape, unaligned)
+        problem = op.problem(*args, device=replace(device, multiprocessors=few))
+        if variant.supports(problem) is None:
+            yield args, problem, variant.config(problem)
+    args = arguments(op, (13, 1536), False)
+    problem = op.problem(*args, device=replace(device, multiprocessors=3))
+    if variant.supports(problem) is None:
+        for config in feeds(op, variant, problem):
+            yield args, problem, config
+
+
+def feeds(op: Op, variant: RowVariant, problem: Problem) -> Iterator[RowConfig]:
+    """Each way that rows of 1536 columns can come, whatever the preference is."""
+    bases = {
+        "BLOCK": RowConfig(threads=64, items=3),
+        "CLUSTER": RowConfig(threads=32, items=3, cluster=4),
+    }
+    base = bases.get(variant.scope)
+    if base is None:
+        return
+    for feed, hold in itertools.product((STRAIGHT, AHEAD, 2, 3), (True, False)):
+        yield replace(base, feed=feed, hold=hold)
+    if op.name == "rms_norm_backward":
+        return
+    if problem.layout.rereadable:
+        yield replace(base, feed=TWICE, hold=False)
+    if variant.scope == "BLOCK":
+        for hold in (True, False):
+            yield replace(base, feed=ASYNC, hold=hold)
+
+
+def arguments(op: Op, shape: tuple[int, ...], unaligned: bool) -> tuple[Any, ...]:
+    """The op's example; `unaligned`: its rows begin between the boundaries of wide accesses."""
+    args = op.example(shape, torch.bfloat16, "cuda")
+    if not unaligned:
+        return args
+    return tuple(shifted(arg) if isinstance(arg, torch.Tensor) else arg for arg in args)
+
+
+def shifted(tensor: torch.Tensor) -> torch.Tensor:
+    flat = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
+    return flat[1:].view(tensor.shape).copy_(tensor)
+
+
+def run(
+    op: Op, variant: RowVariant, problem: Problem, config: RowConfig, args: tuple[Any, ...]
+) -> bool:
+    """One launch; whether its results are those of the reference, give or take a rounding."""
+    own, other = ([*map(copy, args)] for _ in range(2))
+    returned = variant.bind(problem, config)(*own)
+    expected = op.reference(*other)
+    if returned is None:
+        returned, expected = own[:2], other[:2]
+    if isinstance(returned, torch.Tensor):
+        returned, expected = (returned,), (expected,)
+    torch.cuda.synchronize()
+    return all(
+        torch.allclose(one.double(), two.double(), rtol=2e-2, atol=2e-2)
+        for one, two in zip(returned, expected, strict=True)
+    )
+
+
+def copy(value: Any) -> Any:
+    """A tensor's numbers at the same alignment; anything else as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return shifted(value) if value.data_ptr() % 16 else value.clone()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
