@@ -69,10 +69,9 @@ def forward(
     if weight is None:
         return range_.rounded(product)
     factor = weight.float() + weight_offset
-    if normalised != torch.float32 or product != torch.float32:
-        factor = factor.to(weight.dtype)
     range_ = range_.times(factor.double())
-    if torch.float32 in (normalised, weight.dtype):  # two narrow numbers multiply exactly
+    # Two narrow numbers multiply exactly.
+    if weight_offset or torch.float32 in (normalised, weight.dtype):
         range_ = range_.widened(range_.size() * 2 * UNIT)
     return range_.rounded(product)
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from gristmill.jit.program import arch_of
 from gristmill.select import KNOWN, device, device_of
-from gristmill.select.device import arch_of
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from typing import Any
 
 from gristmill.errors import CompilerUnavailable, DriverError
 from gristmill.jit.once import Once
+from gristmill.jit.program import arch_of
 
 _contexts: Once[int, Any] = Once()
 
@@ -86,10 +87,7 @@ def adopt_device(index: int) -> bool:
 
 @functools.cache
 def architecture(index: int) -> str:
-    """The target that kernels for this device are compiled for, such as "sm_90a".
-
-    From Hopper on that is the architecture-specific one: the only one with all instructions.
-    """
+    """The target that kernels for this device are compiled for, such as "sm_90a"."""
     driver = bindings()
     device = checked(driver.cuDeviceGet(index), f"looking for CUDA device {index}")
     attribute = driver.CUdevice_attribute
@@ -100,7 +98,7 @@ def architecture(index: int) -> str:
             attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
         )
     )
-    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+    return arch_of((major, minor))
 
 
 @functools.cache

@@ -219,7 +219,8 @@ class Kernel:
 
     def _padded(self, params: struct.Struct) -> struct.Struct:
         """`params` with the padding that C puts at the end of a struct and Python does not."""
-        result = bindings().cuFuncGetParamInfo(self._function, 0)
+        with current_device(self.device_index):
+            result = bindings().cuFuncGetParamInfo(self._function, 0)
         _, size = checked(result, f"{self.name}: reading the size of its parameter")
         padding = size - params.size
         if not 0 <= padding < 16:

@@ -24,12 +24,21 @@ _OUR_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 _CUDA_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[ \t]*<", re.MULTILINE)
 
 
+def arch_of(capability: tuple[int, int]) -> str:
+    """The compile target of a compute capability: from Hopper on the architecture-specific one.
+
+    Only the `a` targets have all instructions, and cubins never travel between capabilities anyway.
+    """
+    major, minor = capability
+    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+
+
 @dataclass(frozen=True)
 class Program:
     """One source and the kernels wanted from it, compiled together into one cubin.
 
     `source` is a file name under `root` (default: gristmill/kernels/cuda), `names` are NVRTC name
-    expressions such as `"rms_norm_forward<Operand<bf16, 16>>"`, `options` go to NVRTC as they are.
+    expressions such as `"rms_norm_weight_gradient<bf16>"`, `options` go to NVRTC as they are.
     """
 
     source: str

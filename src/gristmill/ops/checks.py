@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -24,8 +23,12 @@ def float_tensor(op: str, name: str, value: Any) -> None:
         raise DtypeError(
             f"{op}: {name} must have dtype {listed(FLOATS)}, got {listed((value.dtype,))}"
         )
-    if value.layout != torch.strided:
-        raise ArgumentError(f"{op}: {name} must be a dense tensor, got layout {value.layout}")
+    if value.layout != torch.strided or value.is_nested:
+        raise ArgumentError(f"{op}: {name} must be a dense tensor, got {_kind(value)}")
+
+
+def _kind(value: torch.Tensor) -> str:
+    return "a nested one" if value.is_nested else f"layout {value.layout}"
 
 
 def has_rows(op: str, name: str, value: torch.Tensor) -> None:
@@ -63,8 +66,10 @@ def weight_of(op: str, name: str, value: Any, x: torch.Tensor) -> None:
 def number(op: str, name: str, value: Any, *, minimum: float | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise DtypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
-    if not math.isfinite(value) or (minimum is not None and value < minimum):
-        bound = "finite" if minimum is None else f"finite and at least {minimum:g}"
+    # The kernels take it in fp32.
+    finite = abs(value) <= torch.finfo(torch.float32).max  # False for a NaN, too
+    if not finite or (minimum is not None and value < minimum):
+        bound = "finite in fp32" + ("" if minimum is None else f" and at least {minimum:g}")
         raise ArgumentError(f"{op}: {name} must be {bound}, got {value!r}")
 
 

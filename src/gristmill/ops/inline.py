@@ -10,6 +10,7 @@ from gristmill.errors import ArgumentError
 # contents and is traced again when they differ.
 NAMES: frozenset[str] = frozenset()
 _KNOWN: set[str] = set()
+_ACTIVE: list[inline] = []
 
 
 def allow_inline(name: str) -> None:
@@ -33,8 +34,9 @@ class inline:  # noqa: N801 - reads as a statement, like torch.no_grad
                 f"inline: {', '.join(map(repr, unknown)) or 'no op named'}; ops that can be "
                 f"inlined: {', '.join(sorted(_KNOWN))}"
             )
-        self._before = NAMES
-        NAMES = NAMES | frozenset(names)
+        self.names = frozenset(names)
+        _ACTIVE.append(self)
+        NAMES = frozenset().union(*[active.names for active in _ACTIVE])
 
     def __enter__(self) -> inline:
         return self
@@ -46,4 +48,6 @@ class inline:  # noqa: N801 - reads as a statement, like torch.no_grad
         trace: TracebackType | None,
     ) -> None:
         global NAMES
-        NAMES = self._before
+        if self in _ACTIVE:
+            _ACTIVE.remove(self)
+        NAMES = frozenset().union(*[active.names for active in _ACTIVE])

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from gristmill.errors import DriverError
 from gristmill.jit import Kernel, Launch, Program, kernel
 
 
@@ -53,7 +54,8 @@ def current_stream(device_index: int) -> int:
 
 def resident_blocks(program: Program, device_index: int, threads: int, shared: int) -> int:
     """How many blocks of the program's first kernel one SM runs at once."""
-    return max(1, load(program, program.names[0], device_index).occupancy(threads, shared))
+    first = load(program, program.names[0], device_index)
+    return _some(first.occupancy(threads, shared), first, f"{threads} threads, {shared} bytes")
 
 
 def resident_clusters(
@@ -61,7 +63,22 @@ def resident_clusters(
 ) -> int:
     """How many clusters of the program's first kernel the device runs at once."""
     first = load(program, program.names[0], device_index)
-    return max(1, first.max_active_clusters(threads, shared, cluster))
+    count = first.max_active_clusters(threads, shared, cluster)
+    return _some(count, first, f"clusters of {cluster} blocks of {threads} threads, {shared} bytes")
+
+
+def _some(count: int, kernel: Kernel, what: str) -> int:
+    """`count`, if the device can run any at all: found out before a plan is made, not after."""
+    if count < 1:
+        raise DriverError(f"{kernel.name}: this device has no room for {what} of shared memory")
+    return count
+
+
+def dense(output: torch.Tensor) -> torch.Tensor:
+    """`output` if it is contiguous, else a contiguous tensor of its shape and dtype."""
+    if output.is_contiguous():
+        return output
+    return torch.empty(output.shape, dtype=output.dtype, device=output.device)
 
 
 def zeros(count: int, device: torch.device) -> torch.Tensor:

@@ -18,7 +18,7 @@ from gristmill.errors import DoubleBackwardError
 from gristmill.ops.direct import is_direct, is_transformed, needs_grad, refuse_tangents
 from gristmill.select.chooser import resolve
 from gristmill.select.device import Device, device_of
-from gristmill.select.overrides import register_variants, token
+from gristmill.select.overrides import register_variants, restored, token
 from gristmill.select.problem import Problem
 from gristmill.select.variant import Variant
 
@@ -172,14 +172,14 @@ class Op:
 
         torch.library.register_fake(f"{NAMESPACE}::{self.name}", fake, lib=LIBRARY)
         if self.gradient is not None:
-            save, backward = self.gradient.save, self.gradient.backward
+            gradient = _remembering_use(self.gradient)
             torch.library.register_autograd(
                 f"{NAMESPACE}::{self.name}",
-                backward,
-                setup_context=lambda ctx, inputs, output: save(ctx, inputs, output),
+                gradient.backward,
+                setup_context=lambda ctx, inputs, output: gradient.save(ctx, inputs, output),
                 lib=LIBRARY,
             )
-            self._function = _function(self.name, self.run, self.gradient)
+            self._function = _function(self.name, self.run, gradient)
         self._key = _key_function(self.overload._schema)
         if self.autocast is not None:
             self._define_autocast(self.autocast)
@@ -218,6 +218,22 @@ def _key_function(schema: Any) -> Callable[..., Hashable]:
     names = ", ".join(argument.name for argument in schema.arguments)
     key: Callable[..., Hashable] = eval(f"lambda {names}: ({', '.join(parts)})", {"token": token})
     return key
+
+
+def _remembering_use(gradient: Gradient) -> Gradient:
+    """`gradient` under the overrides (`gristmill.use`) that were in force in its forward pass."""
+
+    def save(ctx: Any, inputs: Arguments, output: Any) -> None:
+        ctx.overrides = token()
+        gradient.save(ctx, inputs, output)
+
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        if ctx.overrides is None:
+            return gradient.backward(ctx, *gradients)
+        with restored(ctx.overrides):
+            return gradient.backward(ctx, *gradients)
+
+    return Gradient(save, backward)
 
 
 def _function(name: str, run: Plan, gradient: Gradient) -> Any:

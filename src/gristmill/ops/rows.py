@@ -68,7 +68,10 @@ def row_layout(tensors: Sequence[torch.Tensor | None]) -> Layout | None:
     columns = shape[-1]
     if any(tensor.stride(-1) != 1 for tensor in present) and columns > 1:
         return None
-    levels = _collapse(shape[:-1], [tensor.stride()[:-1] for tensor in present])
+    if 0 in shape[:-1]:
+        levels = [(0, (0,) * len(present))]
+    else:
+        levels = _collapse(shape[:-1], [tensor.stride()[:-1] for tensor in present])
     if len(levels) > 2:
         return None
     levels = [(1, (0,) * len(present))] * (2 - len(levels)) + levels

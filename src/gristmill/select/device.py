@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from gristmill.jit.program import arch_of
+
 _MIB = 1 << 20
 _KIB = 1 << 10
 
@@ -31,16 +33,6 @@ class Device:
         if not self.arch:
             return self.name
         return f"{self.name} ({self.arch}, {self.multiprocessors} SMs)"
-
-
-def arch_of(capability: tuple[int, int]) -> str:
-    """The compile target of a compute capability: from Hopper on the architecture-specific one.
-
-    Only the `a` targets expose what these kernels use there, and cubins never travel between
-    capabilities anyway.
-    """
-    major, minor = capability
-    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
 
 # Devices that need not be present: `explain` and `warmup` can be asked about them anywhere.

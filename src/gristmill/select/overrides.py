@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
+from typing import cast
 
 from gristmill.errors import UnknownVariant
 from gristmill.settings import settings
@@ -36,10 +37,28 @@ def active() -> Mapping[str, str]:
     return _from_environment() if layer is None else MappingProxyType(dict(layer))
 
 
+@contextmanager
+def restored(layer: Hashable) -> Iterator[None]:
+    """The overrides of an earlier `token()`, where none are in force here.
+
+    Autograd runs backward passes on CUDA in threads of its own, which know nothing of the caller's
+    context: they get that of their forward pass.
+    """
+    if layer is None or _ACTIVE.get() is not None:
+        yield
+        return
+    reset = _ACTIVE.set(cast(_Layer, layer))
+    try:
+        yield
+    finally:
+        _ACTIVE.reset(reset)
+
+
 def use(op: str, variant: str) -> AbstractContextManager[None]:
     """Run `op` by the variant named `variant` inside the `with` block, and by no other.
 
-    Nests, and holds for the current thread or async task only. A name that does not exist raises
+    Nests, and holds for the current thread or async task only; a backward pass follows the `use`
+    that was in force in its forward pass. A name that does not exist raises
     UnknownVariant here; a variant that cannot run a call raises VariantUnavailable at that call.
     """
     _check(op, variant, f"use({op!r}, {variant!r})")

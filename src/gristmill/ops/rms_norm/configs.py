@@ -15,8 +15,11 @@ from gristmill.select.problem import Problem
 STRAIGHT, AHEAD, ASYNC, TWICE = 0, -1, -2, -3
 ONE_ROW = (STRAIGHT, ASYNC, TWICE)  # a team does one row and is done
 MAX_THREADS = 1024
-# The longest row, in vectors, that a block keeps: beyond, a cluster of blocks does.
+ANY_LENGTH = 2**31
+# The longest row, in vectors, that a block keeps: beyond, a cluster of blocks does. From LONG on
+# several blocks share a row where rows are few.
 BLOCK_KEEPS = 8 * MAX_THREADS
+LONG = 4 * MAX_THREADS
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,33 @@ def bulk_copies(problem: Problem, details: Details) -> bool:
     return able and details.bulk(0, 1) and whole_vectors(details)
 
 
+def few_rows(problem: Problem) -> bool:
+    """Whether a block per row would leave half of the SMs idle."""
+    return problem.rows * 2 <= problem.device.multiprocessors
+
+
+def longest_forward(scope: str, problem: Problem, details: Details) -> int:
+    """The longest row of a scope, in vectors."""
+    whole = whole_vectors(details)
+    if scope == "WARP":
+        return 128  # four vectors a lane: 32768x1024 is faster by warps, longer rows are not
+    if scope == "BLOCK" and not details.rereadable:
+        return (4 if whole else 16) * MAX_THREADS
+    if scope == "CLUSTER":
+        return most_blocks(problem) * MAX_THREADS * (8 if whole else 16)
+    return ANY_LENGTH
+
+
+def longest_backward(scope: str, problem: Problem, details: Details) -> int:
+    whole, bulk = whole_vectors(details), bulk_copies(problem, details)
+    if scope == "WARP":
+        return 32  # two vectors a lane: 32768x1024 is faster by blocks fed by bulk copies
+    each = 2048 if bulk else (2 if whole else 16) * MAX_THREADS
+    if scope == "BLOCK":
+        return each
+    return each * most_blocks(problem) if scope == "CLUSTER" else ANY_LENGTH
+
+
 def async_copies(problem: Problem, details: Details) -> bool:
     """Whether rows of x and residual can wait in one block's shared memory."""
     row = details.layout.columns * column_bytes(details)
@@ -78,7 +108,9 @@ def warp_forward(problem: Problem, details: Details) -> RowConfig:
     teams = -(-problem.rows // max(1, problem.device.multiprocessors))
     while threads > 64 and threads // lanes > teams:
         threads //= 2
-    return RowConfig(threads=threads, items=items, lanes=lanes)
+    # Kernels number their teams in 32 bits: beyond, a team takes several rows.
+    feed = STRAIGHT if problem.rows < 2**31 else AHEAD
+    return RowConfig(threads=threads, items=items, lanes=lanes, feed=feed)
 
 
 def block_forward(problem: Problem, details: Details) -> RowConfig:
@@ -115,18 +147,22 @@ def block_forward(problem: Problem, details: Details) -> RowConfig:
 
 def cluster_forward(problem: Problem, details: Details) -> RowConfig:
     vectors = details.layout.vectors
-    few = problem.rows * 2 <= problem.device.multiprocessors
     plain = problem.dtype("residual") is None
-    if few or not bulk_copies(problem, details):
+    if few_rows(problem) or not bulk_copies(problem, details):
         items = 2 if whole_vectors(details) else 8
         cluster = _cluster(problem, vectors, items * MAX_THREADS)
         return _cluster_config(vectors, cluster, -(-vectors // (cluster * MAX_THREADS)))
     if not plain and details.rereadable:
         # 4096x131072: 1076 us, 1098 with rows kept; 2048x262144: 1083 and 1092.
         return _twice(MAX_THREADS, 4, cluster=_cluster(problem, vectors, BLOCK_KEEPS))
-    # 4096x131072: 540 us from a ring, 551 one row at a time; 2048x262144: 539 and 560.
-    cluster = _cluster(problem, vectors, 4096 if vectors > 16384 else 2048)
-    return _cluster_config(vectors, cluster, 6 if vectors <= 16384 else 8, feed=2)
+    # A ring of two rows, where the share of a block fits twice; 4096x131072: 540 us, 551 one row at
+    # a time; 2048x262144: 539 and 560.
+    stage = (problem.device.shared_per_block - 8192) // (
+        details.layout.vector * column_bytes(details)
+    )
+    cluster = _cluster(problem, vectors, min(4096 if vectors > 16384 else 2048, stage // 2))
+    feed = 2 if 2 * -(-vectors // cluster) <= stage else ASYNC
+    return _cluster_config(vectors, cluster, 6 if vectors <= 16384 else 8, feed=feed)
 
 
 def cooperative(problem: Problem, details: Details) -> RowConfig:
@@ -163,6 +199,15 @@ def block_backward(problem: Problem, details: Details) -> RowConfig:
     # One block per SM with several rows under way: 32768x8192 384 us, 391 with rows held.
     feed = 3 if vectors <= 1024 else 2
     return _block(vectors, 4, feed=feed, hold=False, blocks_per_sm=1)
+
+
+def weight_gradient(columns: int, parts: int) -> tuple[int, int]:
+    """Columns per block and threads per block of the kernel that adds up the partial rows.
+
+    Narrow blocks where columns are few, so that there are more of them; more threads where partial
+    rows are many.
+    """
+    return 32 if columns >= 4096 else 8, 512 if parts > 128 else 256
 
 
 def cluster_backward(problem: Problem, details: Details) -> RowConfig:

@@ -17,7 +17,7 @@ from gristmill.ops import launch
 from gristmill.ops.rms_norm import configs
 from gristmill.ops.rms_norm.configs import ASYNC, ONE_ROW, TWICE, RowConfig
 from gristmill.ops.rms_norm.problem import Details
-from gristmill.ops.rms_norm.semantics import epsilon
+from gristmill.ops.rms_norm.semantics import epsilon, sum_dtype
 from gristmill.select.problem import Problem
 from gristmill.select.variant import Variant
 
@@ -33,7 +33,6 @@ SUMMARIES = {
     "cuda_cluster": "a cluster of blocks shares a row (sm_90 and up)",
     "cuda_cooperative": "several blocks share a row, by cooperative launch",
 }
-ANY_LENGTH = 2**31
 
 # ForwardParams: x, residual, rows, y, sum, weight, meeting, columns and share, floats.
 FORWARD_PARAMS = struct.Struct("<QqqQqq qq QqqQqq Q QQI4x II fff".replace(" ", ""))
@@ -64,22 +63,25 @@ class RowVariant(Variant):
         if self.scope == "CLUSTER" and problem.device.capability < (9, 0):
             return f"needs clusters (compute capability 9.0), not {problem.device.arch}"
         details: Details = problem.layout
-        if details.layout.vectors > self.longest(problem, details):
+        columns = problem.dim("N")
+        if columns >= configs.ANY_LENGTH or details.layout.vectors > self.longest(problem, details):
             whom = {"WARP": "a warp", "BLOCK": "one block", "CLUSTER": "a cluster"}
-            return f"rows of {problem.dim('N')} columns are too long for {whom[self.scope]}"
+            return f"rows of {columns} columns are too long for {whom.get(self.scope, 'a grid')}"
         if self.scope == "GRID" and self.config(problem).cluster > problem.device.multiprocessors:
             return f"rows of {problem.dim('N')} columns need more blocks than run at once"
         return None
 
     def declines(self, problem: Problem) -> str | None:
         vectors = problem.layout.layout.vectors
-        if self.scope == "BLOCK" and vectors > configs.BLOCK_KEEPS:
-            return "a block would read such long rows twice; several blocks can keep them"
-        few = problem.rows * 2 <= problem.device.multiprocessors
-        if self.scope == "BLOCK" and few and vectors > 4096:
-            return "few long rows leave most SMs idle; several blocks can share each"
-        if self.scope == "GRID" and type(self)("cuda_cluster").supports(problem) is None:
+        cluster = type(self)("cuda_cluster").supports(problem) is None
+        if self.scope == "GRID" and cluster:
             return "clusters do the same without a detour through global memory"
+        if self.scope == "BLOCK" and vectors > configs.LONG:
+            several = cluster or type(self)("cuda_cooperative").supports(problem) is None
+            if several and vectors > configs.BLOCK_KEEPS:
+                return "a block would read such long rows twice; several blocks can keep them"
+            if several and configs.few_rows(problem):
+                return "few long rows leave most SMs idle; several blocks can share each"
         return None
 
     @abstractmethod
@@ -135,16 +137,7 @@ class RowVariant(Variant):
 
 class ForwardVariant(RowVariant):
     def longest(self, problem: Problem, details: Details) -> int:
-        whole = configs.whole_vectors(details)
-        if self.scope == "WARP":
-            return (
-                128  # four vectors a lane; 32768x1024 bf16 is faster by warps, longer rows are not
-            )
-        if self.scope == "BLOCK" and not details.rereadable:
-            return (4 if whole else 16) * configs.MAX_THREADS
-        if self.scope == "CLUSTER":
-            return configs.most_blocks(problem) * configs.MAX_THREADS * (8 if whole else 16)
-        return ANY_LENGTH
+        return configs.longest_forward(self.scope, problem, details)
 
     def config(self, problem: Problem) -> RowConfig:
         details: Details = problem.layout
@@ -193,8 +186,9 @@ class ForwardVariant(RowVariant):
             blocks = -(-layout.rows // (config.threads // config.lanes))
         else:
             blocks = layout.rows
+        resident = self.resident_teams(problem, config, program, shared)
         if config.feed not in ONE_ROW:
-            blocks = min(blocks, self.resident_teams(problem, config, program, shared))
+            blocks = min(blocks, resident)
         teams = blocks
         start = launch.prepare(
             launch.KernelCall(
@@ -277,9 +271,9 @@ def _plan_rms_norm(run: Run, details: Details) -> Callable[..., torch.Tensor]:
             weight = weight.contiguous()
         y = torch.empty_like(x) if out_dtype is None else torch.empty_like(x, dtype=out_dtype)
         if copied:
-            dense = torch.empty(x.shape, dtype=y.dtype, device=x.device)
+            dense = launch.dense(y)
             run(x.contiguous(), None, weight, dense, None, eps, weight_offset)
-            return y.copy_(dense)
+            return y if dense is y else y.copy_(dense)
         run(x, None, weight, y, None, eps, weight_offset)
         return y
 
@@ -298,7 +292,7 @@ def _plan_add_rms_norm(run: Run, details: Details) -> Callable[..., Any]:
         casting: str,
         out_dtype: torch.dtype | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        total_dtype = torch.promote_types(x.dtype, residual.dtype)
+        total_dtype = sum_dtype(x, residual)
         if eps is None:
             eps = epsilon(eps, total_dtype)
         if weight is not None and weight.stride(0) != 1:
@@ -306,9 +300,7 @@ def _plan_add_rms_norm(run: Run, details: Details) -> Callable[..., Any]:
         y = torch.empty_like(x) if out_dtype is None else torch.empty_like(x, dtype=out_dtype)
         total = torch.empty_like(x, dtype=total_dtype)
         if copied:
-            dense, dense_total = (
-                torch.empty(x.shape, dtype=output.dtype, device=x.device) for output in (y, total)
-            )
+            dense, dense_total = launch.dense(y), launch.dense(total)
             run(
                 x.contiguous(),
                 residual.contiguous(),
@@ -318,7 +310,10 @@ def _plan_add_rms_norm(run: Run, details: Details) -> Callable[..., Any]:
                 eps,
                 weight_offset,
             )
-            return y.copy_(dense), total.copy_(dense_total)
+            return (
+                y if dense is y else y.copy_(dense),
+                total if dense_total is total else total.copy_(dense_total),
+            )
         run(x, residual, weight, y, total, eps, weight_offset)
         return y, total
 
@@ -340,6 +335,8 @@ def _plan_fused_add(run: Run, details: Details) -> Callable[..., None]:
             residual.copy_(total)
             return
         run(x, residual, weight, x, residual, eps, 0.0)
+        # Autograd must know that what it may have saved has changed.
+        torch.autograd.graph.increment_version((x, residual))
 
     return plan
 

@@ -12,7 +12,7 @@ from gristmill.jit import Program
 from gristmill.ops import launch
 from gristmill.ops.rms_norm import configs
 from gristmill.ops.rms_norm.configs import ONE_ROW, RowConfig
-from gristmill.ops.rms_norm.cuda import ANY_LENGTH, SCOPES, RowVariant
+from gristmill.ops.rms_norm.cuda import SCOPES, RowVariant
 from gristmill.ops.rms_norm.problem import Details
 from gristmill.ops.rms_norm.semantics import epsilon
 from gristmill.ops.rows import ELEMENT
@@ -28,15 +28,7 @@ class BackwardVariant(RowVariant):
     values = 2
 
     def longest(self, problem: Problem, details: Details) -> int:
-        whole, bulk = configs.whole_vectors(details), configs.bulk_copies(problem, details)
-        if self.scope == "WARP":
-            return 32  # two vectors a lane; 32768x1024 bf16 is faster by blocks fed by bulk copies
-        if self.scope == "BLOCK":
-            return 2048 if bulk else (2 if whole else 16) * configs.MAX_THREADS
-        if self.scope == "CLUSTER":
-            each = 2048 if bulk else (2 if whole else 16) * configs.MAX_THREADS
-            return configs.most_blocks(problem) * each
-        return ANY_LENGTH
+        return configs.longest_backward(self.scope, problem, details)
 
     def config(self, problem: Problem) -> RowConfig:
         details: Details = problem.layout
@@ -96,7 +88,7 @@ class BackwardVariant(RowVariant):
             else:
                 dweight = torch.empty(0, dtype=x.dtype, device=x.device)
             if details.copied:
-                dense = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+                dense = launch.dense(dx)
                 dsum = dsum.contiguous() if dsum is not None else None
                 run(
                     dy.contiguous(),
@@ -108,7 +100,7 @@ class BackwardVariant(RowVariant):
                     eps,
                     weight_offset,
                 )
-                return dx.copy_(dense), dweight
+                return dx if dense is dx else dx.copy_(dense), dweight
             run(dy, x, weight, dsum, dx, dweight, eps, weight_offset)
             return dx, dweight
 
@@ -127,8 +119,9 @@ class BackwardVariant(RowVariant):
         parts = layout.rows
         if self.scope == "WARP":
             parts = -(-parts // (config.threads // config.lanes))
+        resident = self.resident_teams(problem, config, program, shared)
         if config.feed not in ONE_ROW:
-            parts = min(parts, self.resident_teams(problem, config, program, shared))
+            parts = min(parts, resident)
         start = launch.prepare(
             launch.KernelCall(
                 program,
@@ -144,9 +137,8 @@ class BackwardVariant(RowVariant):
             device,
         )
         finish = None
-        width = 32 if layout.columns >= 4096 else 8
+        width, threads = configs.weight_gradient(layout.columns, parts)
         if gradient and parts > 1:
-            threads = 512 if parts > 128 else 256
             finish = launch.prepare(
                 launch.KernelCall(
                     program,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from gristmill.ops.rms_norm import reference, semantics
+from gristmill.ops.rms_norm import semantics
 from gristmill.select.problem import Problem
 from gristmill.select.variant import Variant
 
@@ -42,6 +42,8 @@ class Library(Variant):
             return "torch's rms_norm takes one dtype for all tensors"
         if "llama" in problem.flags:
             return "torch's rms_norm rounds once"
+        if problem.layout.offset:
+            return "torch's rms_norm has no weight_offset"
         if problem.rows == 0 or problem.dim("N") == 0:
             return "nothing to compute"
         return None
@@ -65,6 +67,8 @@ class LibraryBackward(Variant):
             return f"torch {torch.__version__} has no fused rms_norm backward"
         if len({dtype for _, dtype in problem.dtypes}) > 1:
             return "torch's rms_norm takes one dtype for all tensors"
+        if problem.layout.offset:
+            return "torch's rms_norm has no weight_offset"
         if problem.rows == 0 or problem.dim("N") == 0:
             return "nothing to compute"
         return None
@@ -81,9 +85,6 @@ def _library_forward(
     casting: str,
     out_dtype: torch.dtype | None,
 ) -> torch.Tensor:
-    if weight is not None and weight_offset:
-        # torch's op would need the sum rounded to the weight's dtype: another function.
-        return reference.rms_norm(x, weight, eps, weight_offset, casting, out_dtype)
     return F.rms_norm(x, x.shape[-1:], weight, semantics.epsilon(eps, x.dtype))
 
 
@@ -109,8 +110,6 @@ def _library_backward(
     weight_offset: float,
     weight_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if weight is not None and weight_offset:
-        return reference.rms_norm_backward(dy, x, weight, dsum, eps, weight_offset, weight_grad)
     shape, want = list(x.shape[-1:]), weight_grad and weight is not None
     x, dy = x.contiguous(), dy.contiguous()
     _, rstd = torch.ops.aten._fused_rms_norm(x, shape, weight, semantics.epsilon(eps, x.dtype))
@@ -123,9 +122,10 @@ def _laid_out(function: Callable[..., Any], outputs: Callable[..., Any]) -> Call
 
     A plan serves calls of one layout, so what is promised is found out once, at the first call.
     """
-    promised: list[torch.Tensor] = []
+    promised: tuple[torch.Tensor, ...] = ()
 
     def plan(*args: Any) -> Any:
+        nonlocal promised
         result = function(*args)
         if result is None:
             return None
@@ -133,7 +133,8 @@ def _laid_out(function: Callable[..., Any], outputs: Callable[..., Any]) -> Call
         if not promised:
             expected = outputs(*args)
             expected = (expected,) if isinstance(expected, torch.Tensor) else expected
-            promised.extend(
+            # Bound at once and whole: other threads may make their first call now, too.
+            promised = tuple(
                 torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
                 for one in expected
             )

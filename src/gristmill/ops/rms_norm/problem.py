@@ -18,12 +18,14 @@ class Details:
     """What a plan needs: where rows lie, and the kernel's types.
 
     `layout.views` are x, residual, y, sum forward and x, dy, dsum, dx backward. `copied`: some rows
-    cannot be addressed where they are, so the plan works on contiguous copies.
+    cannot be addressed where they are, so the plan works on contiguous copies. `offset`: something
+    is added to the weight.
     """
 
     layout: Layout
     copied: bool
     weight: str
+    offset: bool = False
     held: str = "float"
     normalised: str = "float"
     product: str = "float"
@@ -57,7 +59,8 @@ def forward_problem(
     out_dtype: torch.dtype | None,
 ) -> Problem:
     y = _like(x, out_dtype or x.dtype)
-    return _forward("rms_norm", device, (x, None, y, None), weight, x.dtype, casting)
+    tensors = (x, None, y, None)
+    return _forward("rms_norm", device, tensors, weight, x.dtype, casting, weight_offset)
 
 
 def add_problem(
@@ -72,7 +75,7 @@ def add_problem(
 ) -> Problem:
     held = sum_dtype(x, residual)
     tensors = (x, residual, _like(x, out_dtype or x.dtype), _like(x, held))
-    return _forward("add_rms_norm", device, tensors, weight, held, casting)
+    return _forward("add_rms_norm", device, tensors, weight, held, casting, weight_offset)
 
 
 def fused_add_problem(
@@ -102,7 +105,9 @@ def backward_problem(
         dtypes=_dtypes(x=x, dy=dy, weight=weight, dsum=dsum),
         flags=(*flags, *_flags(layout, copied)),
         device=device,
-        layout=Details(layout, copied, _weight(weight, layout)),
+        layout=Details(
+            layout, copied, _weight(weight, layout), weight is not None and weight_offset != 0.0
+        ),
     )
 
 
@@ -113,6 +118,7 @@ def _forward(
     weight: torch.Tensor | None,
     held: torch.dtype,
     casting: str,
+    weight_offset: float = 0.0,
 ) -> Problem:
     layout, copied = _layout(tensors)
     x, residual, y, _ = tensors
@@ -126,6 +132,7 @@ def _forward(
         layout=layout,
         copied=copied,
         weight=_weight(weight, layout),
+        offset=weight is not None and weight_offset != 0.0,
         held=ELEMENT.get(held, "float"),
         normalised=ELEMENT.get(normalised, "float"),
         product=ELEMENT.get(product, "float"),

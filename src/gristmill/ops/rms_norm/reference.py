@@ -24,7 +24,8 @@ def rms_norm(
     if casting == "llama":
         normalised = normalised.to(x.dtype)
         if weight is not None:
-            normalised = normalised * (weight + weight_offset).to(weight.dtype)
+            product = normalised.to(precise) * (weight.to(precise) + weight_offset)
+            normalised = product.to(torch.promote_types(x.dtype, weight.dtype))
     elif weight is not None:
         normalised = normalised * (weight.to(precise) + weight_offset)
     return normalised.to(out_dtype or x.dtype)

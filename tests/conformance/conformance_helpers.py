@@ -1,0 +1,90 @@
+"""Walking over ops, variants and cases, and calling one of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conformance_truth import Truth, results_of
+
+import gristmill
+from gristmill.ops.op import Case, Op
+from gristmill.ops.registry import OPS
+from gristmill.select.variant import Variant
+
+DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
+CASES = [
+    pytest.param(op, case, id=f"{op.name}-{case.name}".replace(" ", "_"))
+    for op in OPS.values()
+    for case in op.cases()
+]
+ALL_OPS = [pytest.param(op, id=op.name) for op in OPS.values()]
+
+
+def supporting(op: Op, args: tuple[Any, ...]) -> list[Variant]:
+    """The variants that run this call on this machine."""
+    problem = op.problem(*args)
+    return [variant for variant in op.variants if variant.supports(problem) is None]
+
+
+def run_by(op: Op, variant: str, args: tuple[Any, ...]) -> Any:
+    """The call by one variant, whatever would be chosen."""
+    with gristmill.use(op.name, variant):
+        return op.run(*args)
+
+
+def allowed(op: Op, args: tuple[Any, ...], truths: list[Truth], factor: float = 2.0) -> list[float]:
+    """The roundings that each result may be off by: `factor` times those of the reference.
+
+    The reference in working precision, on the same device, and at least one rounding.
+    """
+    own = copied(args)
+    results = results_of(op.name, own, run_by(op, "reference", own))
+    pairs = zip(truths, results, strict=True)
+    return [factor * max(1.0, truth.roundings(result)) for truth, result in pairs]
+
+
+def written(op: Op) -> list[int]:
+    """Positions of the arguments that the op overwrites, by its schema."""
+    arguments = op.overload._schema.arguments
+    return [
+        position
+        for position, argument in enumerate(arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+def copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments with memory of their own, but the same strides and alignment."""
+    return tuple(_copy(arg) if isinstance(arg, torch.Tensor) else arg for arg in args)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    whole = tensor.untyped_storage().clone()
+    copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    copy.set_(whole, tensor.storage_offset(), tensor.size(), tensor.stride())
+    return copy
+
+
+def memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Every byte of the storage under a tensor, what lies between its rows too."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal in every bit, NaNs too."""
+    return (
+        one.shape == other.shape
+        and one.dtype == other.dtype
+        and torch.equal(_bits(one), _bits(other))
+    )
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(integers[tensor.element_size()])
+
+
+def case_of(op: Op, name: str) -> Case:
+    return next(case for case in op.cases() if case.name == name)

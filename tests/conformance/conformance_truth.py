@@ -1,0 +1,208 @@
+"""What the ops must answer, in fp64, and how far a result is from it.
+
+The formulas are written here a second time, from the documentation, so that the references are
+judged as well. Where an op prescribes that a value is rounded on its way (the normalised value
+under "llama", say), the truth is the range of what may come of it: a sum taken in fp32 is off by a
+few units in the last place, and next to a tie that decides which way the rounding goes. Elsewhere
+the range is a single number.
+
+Errors are counted in roundings: one rounding of the result to its dtype, plus one rounding of the
+accumulator applied to the terms that were added up (they may be larger than their sum).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Tensor = torch.Tensor
+
+# By how many roundings of the accumulator a value may be off before it is rounded on the way.
+BEFORE_ROUNDING = 8
+
+
+def unit(dtype: torch.dtype) -> float:
+    """The largest relative error of one rounding. The truth is itself in fp64, hence the 8."""
+    return torch.finfo(dtype).eps / 2 * (8 if dtype == torch.float64 else 1)
+
+
+@dataclass(frozen=True)
+class Truth:
+    """One result: what it must be, and the size of its terms. `exact`: not a bit may differ."""
+
+    low: Tensor
+    high: Tensor
+    terms: Tensor
+    accumulator: torch.dtype
+    exact: bool = False
+
+    def roundings(self, actual: Tensor, *, composed: bool = False) -> float:
+        """The largest error of `actual`, in roundings.
+
+        `composed`: the result was put together from results of several kernels, each rounded to
+        its dtype, so that every term carries a rounding of that dtype.
+        """
+        assert actual.shape == self.low.shape
+        if actual.numel() == 0:
+            return 0.0
+        value = actual.double()
+        if not bool(value.isfinite().all()):
+            return float("inf")
+        error = (self.low - value).clamp(min=0) + (value - self.high).clamp(min=0)
+        if self.exact:
+            return 0.0 if not bool(error.any()) else float("inf")
+        size = torch.maximum(self.low.abs(), self.high.abs())
+        size = size.clamp(min=torch.finfo(actual.dtype).tiny)
+        each = actual.dtype if composed else self.accumulator
+        allowed = unit(actual.dtype) * size + unit(each) * self.terms
+        return float((error / allowed).max())
+
+
+def truth_of(name: str, args: tuple[Any, ...]) -> list[Truth]:
+    """What op `name` must give for `args` (not yet overwritten), in the order of `results_of`."""
+    return TRUTHS[name](*args)
+
+
+def results_of(name: str, args: tuple[Any, ...], returned: Any) -> list[Tensor]:
+    """The results of a call as a list: what it returned, else what it has written."""
+    if name == "fused_add_rms_norm_":
+        return [args[0], args[1]]
+    return [returned] if isinstance(returned, Tensor) else list(returned)
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _exact(value: Tensor, accumulator: torch.dtype, *, bits: bool = False) -> Truth:
+    value = value.double()
+    return Truth(value, value, value.abs(), accumulator, exact=bits)
+
+
+def _inverse(h: Tensor, eps: float | None, accumulator: torch.dtype) -> Tensor:
+    eps = torch.finfo(accumulator).eps if eps is None else eps
+    return torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
+
+
+def _rounded(low: Tensor, high: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    low, high = torch.minimum(low, high), torch.maximum(low, high)
+    return low.to(dtype).double(), high.to(dtype).double()
+
+
+def _rounded_on_the_way(
+    normalised: Tensor,
+    accumulator: torch.dtype,
+    to: torch.dtype,
+    factor: Tensor | None,
+    product: torch.dtype,
+) -> Truth:
+    """`normalised`, rounded, times `factor`, rounded."""
+    off = normalised.abs() * (BEFORE_ROUNDING * unit(accumulator))
+    low, high = normalised, normalised
+    if torch.finfo(to).eps > torch.finfo(accumulator).eps:
+        low, high = _rounded(normalised - off, normalised + off, to)
+    if factor is not None:
+        low, high = low * factor.double(), high * factor.double()
+        if torch.finfo(product).eps > torch.finfo(accumulator).eps:
+            low, high = _rounded(low, high, product)
+        low, high = torch.minimum(low, high), torch.maximum(low, high)
+    return Truth(low, high, torch.maximum(low.abs(), high.abs()), accumulator)
+
+
+def _rms_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float | None,
+    weight_offset: float,
+    casting: str,
+    out_dtype: torch.dtype | None,
+) -> list[Truth]:
+    accumulator = _accumulator(x.dtype)
+    h = x.double()
+    normalised = h * _inverse(h, eps, accumulator)
+    if casting == "llama":
+        factor, product = None, x.dtype
+        if weight is not None:
+            factor = (weight + weight_offset).to(weight.dtype)
+            product = torch.promote_types(x.dtype, weight.dtype)
+        return [_rounded_on_the_way(normalised, accumulator, x.dtype, factor, product)]
+    if weight is None:
+        return [_exact(normalised, accumulator)]
+    value = normalised * (weight.double() + weight_offset)
+    terms = normalised.abs() * (weight.double().abs() + abs(weight_offset))
+    return [Truth(value, value, terms, accumulator)]
+
+
+def _add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float | None,
+    weight_offset: float,
+    casting: str,
+    out_dtype: torch.dtype | None,
+) -> list[Truth]:
+    dtype = torch.promote_types(x.dtype, residual.dtype)
+    precise = _accumulator(dtype)
+    total = (x.to(precise) + residual.to(precise)).to(dtype)
+    # The sum leaves no freedom: one addition in the accumulator, one rounding.
+    return [
+        *_rms_norm(total, weight, eps, weight_offset, casting, out_dtype),
+        _exact(total, precise, bits=True),
+    ]
+
+
+def _fused_add_rms_norm_(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float
+) -> list[Truth]:
+    precise = _accumulator(torch.promote_types(x.dtype, residual.dtype))
+    total = x.to(precise) + residual.to(precise)
+    h = total.double()
+    normalised = h * _inverse(h, eps, precise)
+    to = precise if weight is None else weight.dtype
+    return [
+        _rounded_on_the_way(normalised, precise, to, weight, to),
+        _exact(total.to(residual.dtype), precise, bits=True),
+    ]
+
+
+def _rms_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    dsum: Tensor | None,
+    eps: float | None,
+    weight_offset: float,
+    weight_grad: bool,
+) -> list[Truth]:
+    accumulator = _accumulator(x.dtype)
+    h, d = x.double(), dy.double()
+    inverse = _inverse(h, eps, accumulator)
+    g, g_terms = d, d.abs()
+    if weight is not None:
+        g = d * (weight.double() + weight_offset)
+        g_terms = d.abs() * (weight.double().abs() + abs(weight_offset))
+    dx = inverse * g - h * inverse**3 * (g * h).mean(-1, keepdim=True)
+    mean_terms = (g_terms * h.abs()).mean(-1, keepdim=True)
+    terms = inverse * g_terms + h.abs() * inverse**3 * mean_terms
+    if dsum is not None:
+        dx, terms = dx + dsum.double(), terms + dsum.double().abs()
+    dweight = dweight_terms = h.new_empty(0)
+    if weight_grad and weight is not None:
+        products = (d * h * inverse).reshape(-1, h.shape[-1])
+        dweight, dweight_terms = products.sum(0), products.abs().sum(0)
+    return [
+        Truth(dx, dx, terms, accumulator),
+        Truth(dweight, dweight, dweight_terms, accumulator),
+    ]
+
+
+TRUTHS: dict[str, Callable[..., list[Truth]]] = {
+    "rms_norm": _rms_norm,
+    "add_rms_norm": _add_rms_norm,
+    "fused_add_rms_norm_": _fused_add_rms_norm_,
+    "rms_norm_backward": _rms_norm_backward,
+}

@@ -1,0 +1,134 @@
+"""The documents say what is true: settings, public names, examples and links are checked."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+import gristmill
+from gristmill import settings
+from gristmill.cli.app import app
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
+COMMAND = re.compile(r"^\$ (?:[A-Z_]+=\S+ )*gristmill (.+?)(?:\s+#.*)?$", re.MULTILINE)
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def page(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return [body for kind, body in FENCE.findall(text) if kind == language]
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors a page has, made from its headings as code hosts make them."""
+    titles = re.findall(r"^#+ (.+)$", FENCE.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_settings_page_has_a_row_for_every_variable() -> None:
+    rows = dict(re.findall(r"^\| `(GRISTMILL_\w+)` \| (.*) \|$", page("docs/settings.md"), re.M))
+    assert set(rows) == {variable.name for variable in settings.VARIABLES}
+    for variable in settings.VARIABLES:
+        values, default, *_ = (cell.strip() for cell in rows[variable.name].split(" | "))
+        words = variable.values.split("|") if "|" in variable.values else [variable.values]
+        assert values.replace("`", "") == ", ".join(words)
+        assert default.replace("`", "") == (variable.default or "nothing")
+
+
+def test_every_setting_named_anywhere_exists() -> None:
+    known = {variable.name for variable in settings.VARIABLES}
+    for path in PAGES:
+        named = set(re.findall(r"GRISTMILL_[A-Z_]*[A-Z]", path.read_text(encoding="utf-8")))
+        assert named <= known, path.name
+
+
+def test_api_page_has_a_section_for_every_public_name() -> None:
+    titles = re.findall(r"^#{2,3} `(?:gristmill\.)?([\w.]+)", page("docs/api.md"), re.M)
+    public = [name for name in gristmill.__all__ if not name.startswith("__")]
+    modules = {"nn", "errors", "ops"}
+    public = [name for name in public if name not in modules]
+    public += [f"nn.{name}" for name in gristmill.nn.__all__]
+    assert sorted(titles) == sorted(public)
+
+
+def test_api_page_has_every_error() -> None:
+    errors = {name for name, value in vars(gristmill.errors).items() if isinstance(value, type)}
+    listed = set(re.findall(r"^\| `(\w+)` \|", page("docs/api.md"), re.M))
+    assert errors - {"GristmillError"} <= listed
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in PAGES if blocks(path.read_text(), "python")], ids=lambda p: p.name
+)
+def test_python_examples_run(path: Path, tmp_path: Path) -> None:
+    """All examples of a page, in order, as one program in a fresh process on the CPU."""
+    script = "\n".join(blocks(path.read_text(encoding="utf-8"), "python"))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_explain_output_in_readme_is_what_it_prints() -> None:
+    """Variants, their status and the verdict; configs and reasons change with every tuning."""
+    (shown,) = (block for block in blocks(page("README.md"), "console") if "->" in block)
+    command, *lines = shown.splitlines()
+    printed = CliRunner().invoke(app, command.split()[2:]).output
+
+    def gist(text: list[str]) -> list[str]:
+        return [re.sub(r"^(.{2}  \w+ +\w+)  .*", r"\1", line) for line in text]
+
+    assert gist(lines) == gist(printed.splitlines())
+
+
+def test_commands_in_console_examples_exist() -> None:
+    top = get_command(app)
+    for path in PAGES:
+        for block in blocks(path.read_text(encoding="utf-8"), "console"):
+            for words in re.findall(
+                r"^\$ (?:[A-Z_]+=\S+ )*gristmill (.+?)(?:\s+#.*)?$", block, re.M
+            ):
+                command, *rest = words.split()
+                found = top.commands.get(command)
+                assert found is not None, f"{path.name}: gristmill {command}"
+                if hasattr(found, "commands"):
+                    found = found.commands[rest[0]]
+                options = {name for parameter in found.params for name in parameter.opts}
+                used = {word.partition("=")[0] for word in rest if word.startswith("-")}
+                assert used <= options | {"-h", "--help"}, f"{path.name}: gristmill {words}"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: p.name)
+def test_relative_links_resolve(path: Path) -> None:
+    text = FENCE.sub("", path.read_text(encoding="utf-8"))
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        linked = (path.parent / file).resolve() if file else path
+        assert linked.exists(), f"{path.name} links to {target}"
+        if anchor:
+            assert anchor in anchors(linked.read_text(encoding="utf-8")), f"{path.name}: {target}"
+
+
+def test_files_named_in_the_design_exist() -> None:
+    package = ROOT / "src" / "gristmill"
+    for name in re.findall(r"`((?:jit|select|ops|nn|bench|cli)/[\w./]*)`", page("docs/design.md")):
+        assert (package / name).exists(), name

@@ -1,0 +1,106 @@
+"""The shape of the package: one-way imports, a quiet and quick import, the files of a wheel."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src" / "gristmill"
+
+# Each module may import from its own row and those above it: docs/design.md.
+LAYERS = (
+    ("version", "errors"),
+    ("settings", "log"),
+    ("jit",),
+    ("select",),
+    ("kernels",),
+    ("ops",),
+    ("nn",),
+    ("explain", "warmup"),
+    ("bench",),
+    ("cli",),
+    ("", "__main__"),
+)
+LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
+# The package itself gathers the public names; only the top may import it, others would go round.
+TOP = ("bench", "cli", "__main__")
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def layer(module: str) -> str:
+    """ "gristmill.jit.cache" -> "jit"; "gristmill" -> ""."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def imported(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            assert node.level == 0, f"{path}: a relative import"
+            if node.module == "gristmill":
+                for alias in node.names:
+                    inside = (PACKAGE / alias.name).exists() or (
+                        PACKAGE / f"{alias.name}.py"
+                    ).exists()
+                    yield f"gristmill.{alias.name}" if inside else "gristmill"
+            else:
+                yield node.module
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_one_way(path: Path) -> None:
+    name = path.relative_to(PACKAGE).with_suffix("").parts[0].replace("__init__", "")
+    assert name in LAYER_OF, f"{name} is in no layer"
+    for module in imported(path):
+        if module.split(".")[0] != "gristmill":
+            continue
+        other = layer(module)
+        if other == "":
+            assert name in TOP, f"{path.name} imports the package itself"
+        else:
+            assert LAYER_OF[other] <= LAYER_OF[name], f"{path.name} imports {module}"
+
+
+def test_import_is_quick_and_touches_nothing(tmp_path: Path) -> None:
+    """Torch is imported first: what is measured is what gristmill adds."""
+    home = tmp_path / "home"
+    home.mkdir()
+    script = (
+        "import json, sys, time, torch\n"
+        "before = set(sys.modules)\n"
+        "start = time.process_time()\n"
+        "import gristmill\n"
+        "seconds = time.process_time() - start\n"
+        "new = sorted({name.split('.')[0] for name in set(sys.modules) - before})\n"
+        "print(json.dumps([seconds, new, torch.cuda.is_initialized()]))"
+    )
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("GRISTMILL_")}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**kept, "PYTHONPATH": str(PACKAGE.parent), "HOME": str(home), "GRISTMILL_JIT": "bad"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    seconds, new, initialized = json.loads(done.stdout)
+    assert seconds < 0.5
+    assert not {"cuda", "filelock", "matplotlib", "rich", "triton", "typer"} & set(new)
+    assert not initialized
+    assert not list(home.rglob("*"))
+
+
+def test_every_file_of_the_package_is_of_a_kind_that_belongs_there() -> None:
+    """A wheel takes the whole folder, so nothing may lie in it by accident."""
+    kinds = {path.suffix for path in PACKAGE.rglob("*") if path.is_file()} - {".pyc"}
+    assert kinds <= {".py", ".cu", ".cuh", ".json", ".typed"}
+    assert (PACKAGE / "py.typed").is_file()
