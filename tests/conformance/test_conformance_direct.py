@@ -400,6 +400,8 @@ def test_what_cuda_autocast_makes_of_a_call(
     weight = None if weight_dtype is None else torch.randn(32).to(weight_dtype)
     wanted = torch.float64 if dtype == torch.float64 else torch.float32
     op = OPS["rms_norm"]
+    if op.autocast is None:
+        pytest.skip("this torch leaves rms_norm alone under autocast, and so do we")
     args = op.autocast(x, weight, 1e-6, 0.0, "llama", None)
     result = op.run(*args)
     assert result.dtype == wanted
@@ -422,11 +424,15 @@ def test_cuda_autocast_is_torchs(dtype: torch.dtype, weight_dtype: torch.dtype |
     weight = None if weight_dtype is None else torch.randn(256, device="cuda").to(weight_dtype)
     with torch.autocast("cuda", dtype=torch.bfloat16):
         assert not is_direct(x, weight)
-        ours = gristmill.rms_norm(x, weight, 1e-6, casting="llama")
-        if dtype != torch.float64 or weight is None:
+        # Rounding on the way is another function, unless everything is computed in fp32 anyhow.
+        autocasts = OPS["rms_norm"].autocast is not None
+        casting = "llama" if autocasts else "once"
+        ours = gristmill.rms_norm(x, weight, 1e-6, casting=casting)
+        if weight is None or weight_dtype == dtype or (autocasts and dtype != torch.float64):
             theirs = torch.nn.functional.rms_norm(x, (256,), weight, 1e-6)
             assert ours.dtype == theirs.dtype
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+            eps = 2 * torch.finfo(ours.dtype).eps if ours.dtype.itemsize == 2 else 1e-5
+            torch.testing.assert_close(ours, theirs, rtol=eps, atol=eps)
         explicit = gristmill.rms_norm(x, weight, 1e-6, out_dtype=torch.float16)
         assert explicit.dtype == torch.float16
     ours.sum().backward()

@@ -217,7 +217,8 @@ def _variants(
     incoming = _gradients_in(setup, device)
     if "y" not in incoming or "weight" in setup.frozen:
         return
-    args = (incoming["y"], total, weight, incoming.get("sum"), 1e-6, 0.0, weight is not None)
+    options = (1e-6, setup.offset, weight is not None)
+    args = (incoming["y"], total, weight, incoming.get("sum"), *options)
     problem = BACKWARD.problem(*args, device=device_of(total.device))
     for variant in BACKWARD.variants:
         if variant.supports(problem) is None:

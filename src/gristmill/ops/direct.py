@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from gristmill.errors import ArgumentError
 
-_PLAIN = (torch.Tensor, Parameter)
+PLAIN = (torch.Tensor, Parameter)
 
 _function_modes = torch._C._len_torch_function_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -29,8 +29,13 @@ def is_direct(*tensors: torch.Tensor | None) -> bool:
     if torch.compiler.is_compiling():
         return False
     for tensor in tensors:
-        if tensor is not None and type(tensor) not in _PLAIN:
+        if tensor is not None and type(tensor) not in PLAIN:
             return False
+    return is_quiet()
+
+
+def is_quiet() -> bool:
+    """Whether nobody listens: the part of `is_direct` that is about no tensor in particular."""
     return not (
         _function_modes()  # torch.set_default_device, user modes
         or _dispatch_modes()  # fake tensors, make_fx, flop counters, selective checkpointing

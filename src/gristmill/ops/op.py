@@ -15,7 +15,7 @@ import torch
 from torch.autograd.function import _SingleLevelFunction
 
 from gristmill.errors import DoubleBackwardError
-from gristmill.ops.direct import is_direct, is_transformed, needs_grad, refuse_tangents
+from gristmill.ops.direct import PLAIN, is_quiet, is_transformed, refuse_tangents
 from gristmill.select.chooser import resolve
 from gristmill.select.device import Device, device_of
 from gristmill.select.overrides import register_variants, restored, token
@@ -112,12 +112,25 @@ class Op:
         return tuple(values)
 
     def call(self, tensors: tuple[torch.Tensor | None, ...], args: Arguments) -> Any:
-        """Run by the shortest safe way; `tensors` are the tensors among `args`."""
-        if not is_direct(*tensors):
+        """Run by the shortest safe way; `tensors` are the tensors among `args`.
+
+        `is_direct`, `needs_grad` and `run` in one: this is what every eager call pays for.
+        """
+        grad = False
+        for tensor in tensors:
+            if tensor is not None:
+                if type(tensor) not in PLAIN:
+                    return self.dispatch(*args)
+                grad = grad or tensor.requires_grad
+        if not is_quiet():
             return self.dispatch(*args)
-        if self._function is not None and needs_grad(*tensors):
+        if grad and self._function is not None and torch.is_grad_enabled():
             return self._function.apply(*args)
-        return self.run(*args)
+        try:
+            plan = self._plans.get(self._key(*args))
+        except (AttributeError, RuntimeError, TypeError):
+            plan = None  # run() says what is wrong
+        return self.run(*args) if plan is None else plan(*args)
 
     def dispatch(self, *args: Any) -> Any:
         """Run as the torch op, or where that cannot be, as the reference."""

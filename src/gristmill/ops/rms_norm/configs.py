@@ -127,9 +127,10 @@ def block_forward(problem: Problem, details: Details) -> RowConfig:
     plain, staged = problem.dtype("residual") is None, async_copies(problem, details)
     hold = details.rereadable  # else h is held in fp32, in twice the registers
     if vectors <= 640:
-        if plain or not twice:
+        if plain or not twice or problem.rows < 32 * problem.device.multiprocessors:
             return _block(vectors, 3)  # 32768x4096: 129 us, with 2 or 4 133
-        return _twice(_warps(-(-vectors // 8)), 8)  # with residual: 258 us, 262 with rows kept
+        # With residual: 258 us, 262 with rows kept; but 2048x4096 18.4 us and 16.9.
+        return _twice(_warps(-(-vectors // 8)), 8)
     if vectors <= 1536:
         if plain:
             return _twice(_warps(-(-vectors // 2)), 2)  # 32768x8192: 256 us, 259 staged

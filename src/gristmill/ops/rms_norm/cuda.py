@@ -255,7 +255,7 @@ class ForwardVariant(RowVariant):
 
 
 def _plan_rms_norm(run: Run, details: Details) -> Callable[..., torch.Tensor]:
-    copied = details.copied
+    copied, strided_weight = details.copied, details.strided_weight
 
     def plan(
         x: torch.Tensor,
@@ -267,7 +267,7 @@ def _plan_rms_norm(run: Run, details: Details) -> Callable[..., torch.Tensor]:
     ) -> torch.Tensor:
         if eps is None:
             eps = epsilon(eps, x.dtype)
-        if weight is not None and weight.stride(0) != 1:
+        if strided_weight and weight is not None:
             weight = weight.contiguous()
         y = torch.empty_like(x) if out_dtype is None else torch.empty_like(x, dtype=out_dtype)
         if copied:
@@ -281,7 +281,7 @@ def _plan_rms_norm(run: Run, details: Details) -> Callable[..., torch.Tensor]:
 
 
 def _plan_add_rms_norm(run: Run, details: Details) -> Callable[..., Any]:
-    copied = details.copied
+    copied, strided_weight = details.copied, details.strided_weight
 
     def plan(
         x: torch.Tensor,
@@ -295,7 +295,7 @@ def _plan_add_rms_norm(run: Run, details: Details) -> Callable[..., Any]:
         total_dtype = sum_dtype(x, residual)
         if eps is None:
             eps = epsilon(eps, total_dtype)
-        if weight is not None and weight.stride(0) != 1:
+        if strided_weight and weight is not None:
             weight = weight.contiguous()
         y = torch.empty_like(x) if out_dtype is None else torch.empty_like(x, dtype=out_dtype)
         total = torch.empty_like(x, dtype=total_dtype)
@@ -321,12 +321,12 @@ def _plan_add_rms_norm(run: Run, details: Details) -> Callable[..., Any]:
 
 
 def _plan_fused_add(run: Run, details: Details) -> Callable[..., None]:
-    copied = details.copied
+    copied, strided_weight = details.copied, details.strided_weight
 
     def plan(
         x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float
     ) -> None:
-        if weight is not None and weight.stride(0) != 1:
+        if strided_weight and weight is not None:
             weight = weight.contiguous()
         if copied:
             y, total = x.contiguous(), residual.contiguous()

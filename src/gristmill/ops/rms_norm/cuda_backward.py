@@ -68,6 +68,7 @@ class BackwardVariant(RowVariant):
         if details.layout.rows == 0 or details.layout.columns == 0:
             return _plan_nothing
         run = self._run(problem, config)
+        strided_weight = details.strided_weight
 
         def plan(
             dy: torch.Tensor,
@@ -80,7 +81,7 @@ class BackwardVariant(RowVariant):
         ) -> tuple[torch.Tensor, torch.Tensor]:
             if eps is None:
                 eps = epsilon(eps, x.dtype)
-            if weight is not None and weight.stride(0) != 1:
+            if strided_weight and weight is not None:
                 weight = weight.contiguous()
             dx = torch.empty_like(x)
             if gradient and weight is not None:

@@ -47,14 +47,18 @@ def rms_norm(
 
     Returns:
         A tensor of x's shape with the strides of ``torch.empty_like(x)``. Sums are taken in fp32
-        (fp64 for fp64). Under CUDA autocast the result is fp32, as torch's own op gives it.
+        (fp64 for fp64). Under CUDA autocast it does what torch's own op does: from the torch
+        version on that computes rms_norm in fp32 there, the result is fp32, whatever ``casting``.
         Differentiable once, in x and weight.
     """
     args = (x, weight, eps, weight_offset, casting, out_dtype)
-    if torch.compiler.is_compiling() and "rms_norm" in inline.NAMES:
-        RMS_NORM.check(*args)
-        return reference.rms_norm(*args)
-    result: torch.Tensor = RMS_NORM.call((x, weight), args)
+    if torch.compiler.is_compiling():
+        if "rms_norm" in inline.NAMES:
+            RMS_NORM.check(*args)
+            return reference.rms_norm(*args)
+        result: torch.Tensor = RMS_NORM.overload(*args)
+    else:
+        result = RMS_NORM.call((x, weight), args)
     return result
 
 
@@ -84,10 +88,13 @@ def add_rms_norm(
         Differentiable once, in x, residual and weight, through both results.
     """
     args = (x, residual, weight, eps, weight_offset, casting, out_dtype)
-    if torch.compiler.is_compiling() and "add_rms_norm" in inline.NAMES:
-        ADD_RMS_NORM.check(*args)
-        return reference.add_rms_norm(*args)
-    result: tuple[torch.Tensor, torch.Tensor] = ADD_RMS_NORM.call((x, residual, weight), args)
+    if torch.compiler.is_compiling():
+        if "add_rms_norm" in inline.NAMES:
+            ADD_RMS_NORM.check(*args)
+            return reference.add_rms_norm(*args)
+        result: tuple[torch.Tensor, torch.Tensor] = ADD_RMS_NORM.overload(*args)
+    else:
+        result = ADD_RMS_NORM.call((x, residual, weight), args)
     return result
 
 
@@ -118,7 +125,10 @@ def fused_add_rms_norm_(
             "fused_add_rms_norm_: works in place and has no gradient; call it under "
             "torch.no_grad(), or use add_rms_norm"
         )
-    FUSED_ADD_RMS_NORM_.call(tensors, (x, residual, weight, eps))
+    if torch.compiler.is_compiling():
+        FUSED_ADD_RMS_NORM_.overload(x, residual, weight, eps)
+    else:
+        FUSED_ADD_RMS_NORM_.call(tensors, (x, residual, weight, eps))
 
 
 def rms_norm_backward(
@@ -185,6 +195,10 @@ def _backward_add(ctx: Any, dy: torch.Tensor | None, dsum: torch.Tensor | None) 
     return *gradients, dweight if weight_grad else None, None, None, None, None
 
 
+# Torch learned late that rms_norm belongs with layer_norm among what autocast computes in fp32.
+_TORCH_AUTOCASTS = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
+
+
 def _autocast_forward(*args: Any) -> tuple[Any, ...]:
     """torch computes rms_norm in fp32 under autocast: so an fp32 result, rounded nowhere before.
 
@@ -213,7 +227,7 @@ RMS_NORM = Op(
     ),
     defaults=(None, 1e-6, 0.0, "once", None),
     gradient=Gradient(_save_forward, _backward_forward),
-    autocast=_autocast_forward,
+    autocast=_autocast_forward if _TORCH_AUTOCASTS else None,
 )
 
 ADD_RMS_NORM = Op(
@@ -234,7 +248,7 @@ ADD_RMS_NORM = Op(
     ),
     defaults=(None, 1e-6, 0.0, "once", None),
     gradient=Gradient(_save_add, _backward_add),
-    autocast=_autocast_forward,
+    autocast=_autocast_forward if _TORCH_AUTOCASTS else None,
 )
 
 FUSED_ADD_RMS_NORM_ = Op(

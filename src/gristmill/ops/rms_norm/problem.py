@@ -19,12 +19,13 @@ class Details:
 
     `layout.views` are x, residual, y, sum forward and x, dy, dsum, dx backward. `copied`: some rows
     cannot be addressed where they are, so the plan works on contiguous copies. `offset`: something
-    is added to the weight.
+    is added to the weight. `strided_weight`: its elements do not lie side by side.
     """
 
     layout: Layout
     copied: bool
     weight: str
+    strided_weight: bool = False
     offset: bool = False
     held: str = "float"
     normalised: str = "float"
@@ -106,7 +107,11 @@ def backward_problem(
         flags=(*flags, *_flags(layout, copied)),
         device=device,
         layout=Details(
-            layout, copied, _weight(weight, layout), weight is not None and weight_offset != 0.0
+            layout=layout,
+            copied=copied,
+            weight=_weight(weight, layout),
+            strided_weight=weight is not None and not weight.is_contiguous(),
+            offset=weight is not None and weight_offset != 0.0,
         ),
     )
 
@@ -132,6 +137,7 @@ def _forward(
         layout=layout,
         copied=copied,
         weight=_weight(weight, layout),
+        strided_weight=weight is not None and not weight.is_contiguous(),
         offset=weight is not None and weight_offset != 0.0,
         held=ELEMENT.get(held, "float"),
         normalised=ELEMENT.get(normalised, "float"),
