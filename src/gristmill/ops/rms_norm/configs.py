@@ -60,26 +60,37 @@ def few_rows(problem: Problem) -> bool:
     return problem.rows * 2 <= problem.device.multiprocessors
 
 
+def most_items(details: Details) -> int:
+    """Vectors of a row that a thread of a full block (64 registers) can hold without spilling."""
+    return 3 if whole_vectors(details) else 8
+
+
 def longest_forward(scope: str, problem: Problem, details: Details) -> int:
     """The longest row of a scope, in vectors."""
-    whole = whole_vectors(details)
     if scope == "WARP":
         return 128  # four vectors a lane: 32768x1024 is faster by warps, longer rows are not
-    if scope == "BLOCK" and not details.rereadable:
-        return (4 if whole else 16) * MAX_THREADS
-    if scope == "CLUSTER":
-        return most_blocks(problem) * MAX_THREADS * (8 if whole else 16)
-    return ANY_LENGTH
+    if scope == "GRID" or details.rereadable:
+        return ANY_LENGTH
+    if scope == "BLOCK":
+        return LONG if async_copies(problem, details) else most_items(details) * MAX_THREADS
+    items = 8 if bulk_copies(problem, details) else most_items(details)
+    return most_blocks(problem) * MAX_THREADS * items
 
 
 def longest_backward(scope: str, problem: Problem, details: Details) -> int:
-    whole, bulk = whole_vectors(details), bulk_copies(problem, details)
     if scope == "WARP":
         return 32  # two vectors a lane: 32768x1024 is faster by blocks fed by bulk copies
-    each = 2048 if bulk else (2 if whole else 16) * MAX_THREADS
-    if scope == "BLOCK":
-        return each
-    return each * most_blocks(problem) if scope == "CLUSTER" else ANY_LENGTH
+    if scope == "GRID":
+        return ANY_LENGTH
+    each = 2048 if bulk_copies(problem, details) else _ahead_items(details) * 512
+    return each if scope == "BLOCK" else each * most_blocks(problem)
+
+
+def _ahead_items(details: Details) -> int:
+    """Vectors per thread where the next row waits in registers beside this one, in 512 threads."""
+    if whole_vectors(details):
+        return 2
+    return 8 if details.layout.vector == 1 else 4
 
 
 def async_copies(problem: Problem, details: Details) -> bool:
@@ -115,15 +126,15 @@ def warp_forward(problem: Problem, details: Details) -> RowConfig:
 
 def block_forward(problem: Problem, details: Details) -> RowConfig:
     vectors = details.layout.vectors
-    whole = whole_vectors(details)
-    twice = details.rereadable
-    if vectors > (BLOCK_KEEPS if whole else 16 * MAX_THREADS):
+    whole, twice = whole_vectors(details), details.rereadable
+    if vectors > (BLOCK_KEEPS if whole else 8 * MAX_THREADS):
         return _twice(MAX_THREADS, 4)
-    if problem.rows <= 2 * problem.device.multiprocessors:
+    items = -(-vectors // MAX_THREADS)
+    if problem.rows <= 2 * problem.device.multiprocessors and items <= most_items(details):
         # Up to two rows per SM: latency is all. 256x7168: 3.5 us at one vector a thread, 3.7 at 2.
-        return _block(vectors, -(-vectors // MAX_THREADS))
+        return _block(vectors, items)
     if not whole:
-        return _block(vectors, 8 if vectors <= 8 * MAX_THREADS else 16)
+        return _block(vectors, 8)
     plain, staged = problem.dtype("residual") is None, async_copies(problem, details)
     hold = details.rereadable  # else h is held in fp32, in twice the registers
     if vectors <= 640:
@@ -138,12 +149,12 @@ def block_forward(problem: Problem, details: Details) -> RowConfig:
     if vectors <= 2560:
         # 16384x16384: 257 us staged, 259 straight; with residual 515 and 521.
         return _block(vectors, 4 if plain else 2, ASYNC if staged else STRAIGHT, hold)
-    if staged and (plain or vectors <= 4096):
+    if staged and (plain or vectors <= LONG):
         # 8192x32768: 263 us, 284 straight; 4096x65536: 263 and 319. With residual 518 and 521.
         return _block(vectors, 8 if plain else 4, ASYNC, hold and not plain)
-    if vectors <= 4096 or not twice:
-        return _block(vectors, 4 if vectors <= 4096 else 8)
-    return _twice(512, 8)  # with residual, 4096x65536: 537 us, 541 by a cluster that keeps rows
+    if twice:
+        return _twice(512, 8)  # with residual, 4096x65536: 537 us, 541 by a cluster that keeps rows
+    return _block(vectors, 3)
 
 
 def cluster_forward(problem: Problem, details: Details) -> RowConfig:
@@ -152,22 +163,25 @@ def cluster_forward(problem: Problem, details: Details) -> RowConfig:
     if few_rows(problem) or not bulk_copies(problem, details):
         items = 2 if whole_vectors(details) else 8
         cluster = _cluster(problem, vectors, items * MAX_THREADS)
-        return _cluster_config(vectors, cluster, -(-vectors // (cluster * MAX_THREADS)))
+        items = -(-vectors // (cluster * MAX_THREADS))
+        if items > most_items(details) and details.rereadable:
+            return _twice(MAX_THREADS, 4, cluster)
+        return _cluster_config(vectors, cluster, items)
     if not plain and details.rereadable:
         # 4096x131072: 1076 us, 1098 with rows kept; 2048x262144: 1083 and 1092.
         return _twice(MAX_THREADS, 4, cluster=_cluster(problem, vectors, BLOCK_KEEPS))
     # A ring of two rows, where the share of a block fits twice; 4096x131072: 540 us, 551 one row at
     # a time; 2048x262144: 539 and 560.
-    stage = (problem.device.shared_per_block - 8192) // (
-        details.layout.vector * column_bytes(details)
-    )
+    row = details.layout.vector * column_bytes(details)
+    stage = (problem.device.shared_per_block - 8192) // row
     cluster = _cluster(problem, vectors, min(4096 if vectors > 16384 else 2048, stage // 2))
     feed = 2 if 2 * -(-vectors // cluster) <= stage else ASYNC
-    return _cluster_config(vectors, cluster, 6 if vectors <= 16384 else 8, feed=feed)
+    items = 6 if vectors <= 16384 else 8
+    return _cluster_config(vectors, cluster, items, feed, hold=details.rereadable)
 
 
 def cooperative(problem: Problem, details: Details) -> RowConfig:
-    items = 2 if whole_vectors(details) else 8
+    items = _ahead_items(details)
     vectors = details.layout.vectors
     members = max(1, -(-vectors // (items * 512)))
     threads = _warps(-(-vectors // (items * members)))
@@ -184,15 +198,11 @@ def warp_backward(problem: Problem, details: Details) -> RowConfig:
 def block_backward(problem: Problem, details: Details) -> RowConfig:
     vectors = details.layout.vectors
     sms = max(1, problem.device.multiprocessors)
-    whole = whole_vectors(details)
     if problem.rows <= sms:
         # 1x4096: 1.7 us; 64x8192: 5.9 us with two vectors a thread, 6.3 with one.
-        items = -(-vectors // (512 if whole else MAX_THREADS))
-        return _block(vectors, items)
+        return _block(vectors, -(-vectors // 512))
     if not bulk_copies(problem, details):
-        most = 2 if whole else 16
-        items = max(1, min(most, -(-vectors // 512)))
-        return _block(vectors, max(items, -(-vectors // MAX_THREADS)), feed=AHEAD)
+        return _block(vectors, min(_ahead_items(details), -(-vectors // 128)), feed=AHEAD)
     if vectors <= 512:
         return _block(vectors, 1, feed=2)  # 32768x4096: 202 us, 32768x1024: 57 us
     if problem.rows <= 8 * sms and vectors <= 1024:
@@ -214,12 +224,12 @@ def weight_gradient(columns: int, parts: int) -> tuple[int, int]:
 def cluster_backward(problem: Problem, details: Details) -> RowConfig:
     vectors = details.layout.vectors
     if bulk_copies(problem, details):
-        # 4096x131072: 792 us, 2048x262144: 957 us.
+        # 4096x131072: 792 us, 2048x262144: 957 us. Held where that is 8 registers a vector.
         cluster = _cluster(problem, vectors, 1024)
-        return _cluster_config(vectors, cluster, 4, feed=3 if vectors <= 16384 else 2)
-    items = 2 if whole_vectors(details) else 16
-    cluster = _cluster(problem, vectors, items * 512)
-    return _cluster_config(vectors, cluster, -(-vectors // (cluster * MAX_THREADS)), feed=AHEAD)
+        hold = column_bytes(details) * details.layout.vector <= 32
+        return _cluster_config(vectors, cluster, 4, feed=3 if vectors <= 16384 else 2, hold=hold)
+    items = _ahead_items(details)
+    return _cluster_config(vectors, _cluster(problem, vectors, items * 512), items, feed=AHEAD)
 
 
 def _block(

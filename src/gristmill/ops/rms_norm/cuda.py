@@ -21,6 +21,8 @@ from gristmill.ops.rms_norm.semantics import epsilon, sum_dtype
 from gristmill.select.problem import Problem
 from gristmill.select.variant import Variant
 
+# Largest blocks that kernels are compiled for: the fewer threads, the more registers for each.
+BOUNDS = (128, 256, 512, 640, 768, 896, 1024)
 SCOPES = {
     "cuda_warp": "WARP",
     "cuda_block": "BLOCK",
@@ -126,7 +128,7 @@ class RowVariant(Variant):
 
     def template(self, details: Details, config: RowConfig) -> str:
         """The template arguments that all row kernels end with."""
-        bound = next(size for size in (128, 256, 512, 1024) if config.threads <= size)
+        bound = next(size for size in BOUNDS if config.threads <= size)
         nested, hold = str(details.layout.nested).lower(), str(config.hold).lower()
         vector, items = details.layout.vector, config.items
         if config.feed == TWICE:
