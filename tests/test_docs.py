@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import gristmill
 from gristmill import settings
 from gristmill.cli.app import app
+from gristmill.ops.registry import OPS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
@@ -60,6 +61,13 @@ def test_api_page_has_a_section_for_every_public_name() -> None:
     public = [name for name in public if name not in modules]
     public += [f"nn.{name}" for name in gristmill.nn.__all__]
     assert sorted(titles) == sorted(public)
+
+
+def test_api_page_names_every_op() -> None:
+    """As torch ops, the first with its namespace; and no op that is not there."""
+    (sentence,) = re.findall(r"Each is also a torch op: (.*?), which", page("docs/api.md"), re.S)
+    named = re.findall(r"`(?:torch\.ops\.gristmill)?\.(\w+)`", sentence)
+    assert sorted(named) == sorted(OPS)
 
 
 def test_api_page_has_every_error() -> None:

@@ -92,6 +92,14 @@ def _rounded(low: Tensor, high: Tensor, dtype: torch.dtype) -> tuple[Tensor, Ten
     return low.to(dtype).double(), high.to(dtype).double()
 
 
+def _computed(low: Tensor, high: Tensor, accumulator: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Products as the accumulator may hold them: off by two roundings, unless they fit exactly."""
+    low, high = torch.minimum(low, high), torch.maximum(low, high)
+    off = [end.abs() * 2 * unit(accumulator) for end in (low, high)]
+    exact = [end.to(accumulator).double() == end for end in (low, high)]
+    return torch.where(exact[0], low, low - off[0]), torch.where(exact[1], high, high + off[1])
+
+
 def _rounded_on_the_way(
     normalised: Tensor,
     accumulator: torch.dtype,
@@ -107,7 +115,7 @@ def _rounded_on_the_way(
     if factor is not None:
         low, high = low * factor.double(), high * factor.double()
         if torch.finfo(product).eps > torch.finfo(accumulator).eps:
-            low, high = _rounded(low, high, product)
+            low, high = _rounded(*_computed(low, high, accumulator), product)
         low, high = torch.minimum(low, high), torch.maximum(low, high)
     return Truth(low, high, torch.maximum(low.abs(), high.abs()), accumulator)
 
@@ -126,7 +134,7 @@ def _rms_norm(
     if casting == "llama":
         factor, product = None, x.dtype
         if weight is not None:
-            factor = (weight + weight_offset).to(weight.dtype)
+            factor = weight.double() + weight_offset
             product = torch.promote_types(x.dtype, weight.dtype)
         return [_rounded_on_the_way(normalised, accumulator, x.dtype, factor, product)]
     if weight is None:

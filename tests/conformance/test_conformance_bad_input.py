@@ -5,6 +5,7 @@ And nothing else happens: no kernel is compiled, no plan kept, no tensor written
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +64,12 @@ def good(op: Op, device: str = "cpu") -> dict[str, Any]:
     return values
 
 
+def nested(layout: torch.layout) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that nested tensors are a prototype
+        return torch.nested.nested_tensor([torch.ones(3, 8), torch.ones(4, 8)], layout=layout)
+
+
 # argument, what comes, the class, what the message must say (a regular expression each).
 TENSOR = "must be a torch.Tensor"
 FLOATS = "float32, bfloat16, float16, float64"
@@ -81,6 +88,8 @@ WRONG: list[tuple[str, Any, type[GristmillError], list[str]]] = [
             (name, torch.ones(8, dtype=torch.complex64), DtypeError, [FLOATS, "complex64"]),
             (name, torch.ones(8).to(torch.float8_e4m3fn), DtypeError, [FLOATS, "float8_e4m3fn"]),
             (name, torch.eye(4, 8).to_sparse(), ArgumentError, ["dense", "sparse_coo"]),
+            (name, nested(torch.strided), ArgumentError, ["dense", "nested"]),
+            (name, nested(torch.jagged), ArgumentError, ["dense", "nested"]),
         )
     ),
     *((name, None, DtypeError, [TENSOR, "NoneType"]) for name in ("x", "residual", "dy")),
@@ -101,11 +110,15 @@ WRONG: list[tuple[str, Any, type[GristmillError], list[str]]] = [
     ("eps", -1e-6, ArgumentError, ["at least 0", "got -1e-06"]),
     ("eps", float("nan"), ArgumentError, ["finite", "got nan"]),
     ("eps", float("inf"), ArgumentError, ["finite", "got inf"]),
+    ("eps", 1e39, ArgumentError, ["finite in fp32 and at least 0", r"got 1e\+39"]),
+    ("eps", 10**400, ArgumentError, ["finite in fp32", "got 1000"]),
     ("eps", "small", DtypeError, ["a number", "got str"]),
     ("eps", True, DtypeError, ["a number", "got bool"]),
     ("eps", [1e-6], DtypeError, ["a number", "got list"]),
     ("eps", torch.tensor(1e-6), DtypeError, ["a number", "got Tensor"]),
     ("weight_offset", float("nan"), ArgumentError, ["finite", "got nan"]),
+    ("weight_offset", 1e39, ArgumentError, ["finite in fp32", r"got 1e\+39"]),
+    ("weight_offset", -1e39, ArgumentError, ["finite in fp32", r"got -1e\+39"]),
     ("weight_offset", None, DtypeError, ["a number", "got NoneType"]),
     ("weight_offset", "one", DtypeError, ["a number", "got str"]),
     ("casting", "twice", ArgumentError, ["'once' or 'llama'", "got 'twice'"]),
@@ -119,10 +132,12 @@ WRONG: list[tuple[str, Any, type[GristmillError], list[str]]] = [
 
 
 def _label(value: Any) -> str:
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        return f"nested_{str(value.layout)[6:]}"
     if isinstance(value, torch.Tensor):
         shape = "x".join(map(str, value.shape))
         return f"{str(value.dtype)[6:]}_{shape}_{value.device}_{str(value.layout)[6:]}"
-    return "ndarray" if isinstance(value, numpy.ndarray) else str(value).replace(" ", "")
+    return "ndarray" if isinstance(value, numpy.ndarray) else str(value).replace(" ", "")[:20]
 
 
 PARAMETERS = [
@@ -269,3 +284,9 @@ def test_tensors_on_two_devices(op: Op) -> None:
         wrong = {**values, name: values[name].cpu()}
         with pytest.raises(ArgumentError, match=rf"^{op.name}: {name} is on cpu, x on cuda:0"):
             call(op, wrong)
+
+
+def test_nothing_is_overwritten_in_an_empty_tensor_whatever_its_strides() -> None:
+    x = torch.randn(1, 0, 64).expand(7, 0, 64)
+    with torch.no_grad():
+        gristmill.fused_add_rms_norm_(x, x.clone())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -247,9 +248,9 @@ def test_a_forced_variant_holds_at_run_time() -> None:
 def nothing_inlined() -> Iterator[None]:
     from gristmill.ops import inline
 
-    before = inline.NAMES
+    names, opened = inline.NAMES, list(inline._ACTIVE)
     yield
-    inline.NAMES = before
+    inline.NAMES, inline._ACTIVE[:] = names, opened
 
 
 @pytest.mark.usefixtures("nothing_inlined")
@@ -300,6 +301,33 @@ def test_inline_nests_and_holds_without_a_block() -> None:
     with gristmill.inline("add_rms_norm"):
         assert {"add_rms_norm", "rms_norm"} == inline.NAMES
     assert {"rms_norm"} == inline.NAMES
+
+
+@pytest.mark.usefixtures("nothing_inlined")
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))), ids=str)
+def test_inline_blocks_may_end_in_any_order(order: tuple[int, ...]) -> None:
+    """Of threads, or of generators; one name opened twice lasts until both blocks have ended."""
+    from gristmill.ops import inline
+
+    opened = [
+        gristmill.inline(*names)
+        for names in (
+            ["rms_norm"],
+            ["add_rms_norm"],
+            ["rms_norm"],
+            ["rms_norm", "add_rms_norm"],
+        )
+    ]
+    left = list(opened)
+    for index in order:
+        with opened[index]:
+            assert {"rms_norm", "add_rms_norm"} >= inline.NAMES >= opened[index].names
+        left.remove(opened[index])
+        assert {name for one in left for name in one.names} == inline.NAMES
+    assert not inline.NAMES
+    with opened[0]:
+        pass  # ended before: nothing of anyone else's ends with it
+    assert not inline.NAMES
 
 
 @pytest.mark.usefixtures("nothing_inlined")

@@ -89,6 +89,42 @@ def test_asked_for_by_name_it_raises_what_is_missing(
     assert fallbacks() == before
 
 
+class _Crowded:
+    """A kernel of which the device has room for not a single block or cluster."""
+
+    name = "crowded"
+
+    def occupancy(self, threads: int, shared: int = 0) -> int:
+        return 0
+
+    def max_active_clusters(self, threads: int, shared: int, cluster: int) -> int:
+        return 0
+
+    def prepare(self, **shape: Any) -> Any:
+        raise AssertionError("a launch was prepared that can never start")
+
+
+@pytest.mark.parametrize("shape", [(8, 256), (64, 65536)], ids=["short", "long"])
+@pytest.mark.parametrize("op", ALL_OPS)
+def test_no_room_on_the_device_is_found_out_before_a_launch(
+    op: Op, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "load", lambda *args: _Crowded())
+    problem = op.problem(*op.example(shape, torch.bfloat16, "meta"), device=H200)
+    before = fallbacks()
+    choice, _ = resolve(op.name, op.variants, problem)
+    assert not choice.variant.name.startswith("cuda_")
+    more = sum(fallbacks().values()) - sum(before.values())
+    assert more >= 1
+    for variant in op.variants:
+        if variant.name.startswith("cuda_") and variant.supports(problem) is None:
+            with (
+                gristmill.use(op.name, variant.name),
+                pytest.raises(DriverError, match="crowded: this device has no room for "),
+            ):
+                resolve(op.name, op.variants, problem)
+
+
 @pytest.mark.parametrize("op", ALL_OPS)
 def test_a_kernel_that_may_not_be_compiled_never_degrades(
     op: Op, monkeypatch: pytest.MonkeyPatch

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from conformance_helpers import DEVICES, allowed, same_bits
+from conformance_helpers import DEVICES, allowed, same_bits, supporting
 from conformance_truth import Truth, truth_of
 
 import gristmill
-from gristmill.errors import DoubleBackwardError
+from gristmill.errors import DoubleBackwardError, VariantUnavailable
+from gristmill.ops import op as op_module
 from gristmill.ops.registry import OPS
 from gristmill.ops.rms_norm import reference
+from gristmill.select import active
 from gristmill.select.device import device_of
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -335,6 +338,105 @@ def test_writing_over_what_backward_needs_is_noticed() -> None:
         total.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("how", ["direct", "registered"])
+@pytest.mark.parametrize("saved", ["x", "residual"])
+def test_the_in_place_op_counts_as_a_write(saved: str, how: str, device: str) -> None:
+    op = OPS["fused_add_rms_norm_"]
+    functions = gristmill if how == "direct" else torch.ops.gristmill
+    for variant in supporting(op, op.example((4, 64), FP32, device)):
+        args = op.example((4, 64), FP32, device)
+        factor = torch.ones(64, device=device, requires_grad=True)
+        product = factor * args[("x", "residual").index(saved)]
+        before = [tensor._version for tensor in args[:2]]
+        with gristmill.use(op.name, variant.name):
+            functions.fused_add_rms_norm_(*args)
+        assert all(t._version > b for t, b in zip(args[:2], before, strict=True)), variant.name
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
+
+
+# --- use() and backward passes in threads of their own
+
+
+def _in_a_thread(work: Callable[[], Any]) -> Any:
+    """`work()` where nothing is known of the context here, as in autograd's own threads."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
+
+
+def _loss(setup: Setup, how: str, device: str) -> torch.Tensor:
+    results = _call(setup, _inputs(setup, device), how)
+    return torch.stack([result.float().sum() for result in results.values()]).sum()
+
+
+@pytest.fixture
+def backward_choices(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Variant and source of every choice that is made for the backward op."""
+    made: list[tuple[str, str]] = []
+    resolve = op_module.resolve
+
+    def spy(name: str, *args: Any) -> Any:
+        choice, plan = resolve(name, *args)
+        if name == BACKWARD.name:
+            made.append((choice.variant.name, choice.source))
+        return choice, plan
+
+    monkeypatch.setattr(op_module, "resolve", spy)
+    return made
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("how", ["direct", "registered"])
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+@pytest.mark.parametrize("setup", [Setup(), Setup(residual=BF16)], ids=str)
+def test_backward_follows_the_use_of_its_forward(
+    setup: Setup, where: str, how: str, device: str, backward_choices: list[tuple[str, str]]
+) -> None:
+    def backward() -> dict[str, str]:
+        loss.backward()
+        return dict(active())
+
+    with gristmill.use(BACKWARD.name, "reference"):
+        loss = _loss(setup, how, device)
+    left = _in_a_thread(backward) if where == "elsewhere" else backward()
+    assert backward_choices == [("reference", "forced")]
+    assert left == {}
+    # And without a use there is none to follow.
+    loss = _loss(setup, how, device)
+    _in_a_thread(backward)
+    assert [source == "forced" for _, source in backward_choices[1:]] == [False]
+
+
+@pytest.mark.parametrize("how", ["direct", "registered"])
+@pytest.mark.parametrize("setup", [Setup(), Setup(residual=BF16)], ids=str)
+def test_a_use_around_the_backward_comes_first(
+    setup: Setup, how: str, backward_choices: list[tuple[str, str]]
+) -> None:
+    with gristmill.use(BACKWARD.name, "cuda_block"):
+        loss, other = _loss(setup, how, "cpu"), _loss(setup, how, "cpu")
+    with pytest.raises(VariantUnavailable, match=r"'cuda_block'.*needs a CUDA device"):
+        _in_a_thread(loss.backward)
+    assert backward_choices == []
+
+    def backward() -> None:
+        with gristmill.use(BACKWARD.name, "reference"):
+            other.backward()
+
+    _in_a_thread(backward)
+    assert backward_choices == [("reference", "forced")]
+
+
+def test_a_use_of_another_op_around_the_backward_changes_nothing(
+    backward_choices: list[tuple[str, str]],
+) -> None:
+    with gristmill.use(BACKWARD.name, "reference"):
+        loss = _loss(Setup(), "direct", "cpu")
+    with gristmill.use("add_rms_norm", "library"):
+        loss.backward()
+    assert backward_choices == [("reference", "forced")]
 
 
 def test_gradients_of_the_two_inputs_of_a_sum_are_tensors_of_their_own() -> None:

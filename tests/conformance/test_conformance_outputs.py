@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -99,7 +100,9 @@ def _list(value: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("shape", [(0,), (0, 8), (3, 0), (2, 0, 5), (0, 3, 16), (4, 0, 0)])
+@pytest.mark.parametrize(
+    "shape", [(0,), (0, 8), (3, 0), (2, 0, 5), (0, 3, 16), (4, 0, 0), (2, 0, 2, 0, 64)]
+)
 @pytest.mark.parametrize("op", ALL_OPS)
 def test_nothing_to_do_is_done(op: Op, shape: tuple[int, ...], device: str) -> None:
     args = op.example(shape, torch.bfloat16, device)
@@ -113,6 +116,61 @@ def test_nothing_to_do_is_done(op: Op, shape: tuple[int, ...], device: str) -> N
             assert (result.shape, result.dtype) == (want.shape, want.dtype), variant.name
             # A weight gradient over no rows is the empty sum.
             assert not result.any(), variant.name
+
+
+EMPTY_VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "dense": lambda flat: flat.view(2, 0, 2, 0, 64),
+    "transposed": lambda flat: flat.view(3, 0, 64).transpose(0, 1),
+    "permuted": lambda flat: flat.view(2, 0, 3, 0, 5, 64).permute(4, 1, 0, 3, 2, 5),
+    "columns first": lambda flat: flat.view(64, 0).t(),
+    "every second column": lambda flat: flat.view(4, 0, 128)[:, :, ::2],
+    "expanded": lambda flat: flat.view(1, 0, 64).expand(7, 0, 64),
+    "no columns": lambda flat: flat.view(0, 4, 3).permute(2, 1, 0),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("view", EMPTY_VIEWS.values(), ids=EMPTY_VIEWS.keys())
+@pytest.mark.parametrize("op", ALL_OPS)
+def test_nothing_to_do_in_any_layout(
+    op: Op, view: Callable[[torch.Tensor], torch.Tensor], device: str
+) -> None:
+    rows = view(torch.empty(0, device=device))
+    if op.name == "fused_add_rms_norm_" and 0 in rows.stride():
+        rows = torch.empty(rows.shape, device=device)  # what is overwritten cannot be expanded
+    weight = torch.ones(rows.shape[-1], device=device)
+    tensors = (rows,) if op.name == "rms_norm" else (rows, rows.clone())
+    args = (*tensors, weight, *op.example((1, 1), torch.float32, device)[len(tensors) + 1 :])
+    promised = op.outputs(*args)
+    for variant in supporting(op, args):
+        returned = run_by(op, variant.name, args)
+        if promised is None:
+            assert returned is None
+            continue
+        for result, want in zip(_list(returned), _list(promised), strict=True):
+            assert (result.shape, result.stride()) == (want.shape, want.stride()), variant.name
+            assert not result.any(), variant.name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["x fp32", "x bf16"])
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm"])
+def test_llama_casting_adds_the_offset_unrounded(
+    name: str, dtype: torch.dtype, device: str
+) -> None:
+    """A narrow weight plus the offset needs more bits than the weight has."""
+    op = OPS[name]
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randn(19, 520, generator=generator).to(device, dtype) for _ in range(2)]
+    weight = torch.randn(520, generator=generator).to(device, torch.bfloat16)
+    assert not torch.equal((weight + 1.0).double(), weight.double() + 1.0)
+    args = (*rows[: 1 if name == "rms_norm" else 2], weight, 1e-6, 1.0, "llama", torch.float32)
+    truths = truth_of(name, args)
+    for variant in supporting(op, args):
+        for truth, result in zip(
+            truths, results_of(name, args, run_by(op, variant.name, args)), strict=True
+        ):
+            assert truth.roundings(result) <= 4.0, variant.name
 
 
 # Shapes for each scope: lanes of a warp, a block, blocks fed by rings, clusters.

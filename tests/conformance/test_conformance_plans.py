@@ -11,15 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from conformance_helpers import ALL_OPS, CASES, DEVICES, same_bits, supporting
-from conformance_truth import truth_of
+from conformance_helpers import ALL_OPS, CASES, DEVICES, case_of, same_bits, supporting
+from conformance_truth import results_of, truth_of
 
 import gristmill
 from gristmill.errors import ArgumentError, VariantUnavailable
 from gristmill.ops import op as op_module
 from gristmill.ops.op import Case, Op
 from gristmill.ops.registry import OPS
-from gristmill.ops.rms_norm.configs import ASYNC, TWICE
+from gristmill.ops.rms_norm import semantics
+from gristmill.ops.rms_norm.configs import ASYNC, ONE_ROW, TWICE
+from gristmill.ops.rms_norm.plain import Library, Reference
 from gristmill.select import HINTS, KNOWN, ranked, resolve
 from gristmill.settings import reload_settings
 
@@ -102,6 +104,32 @@ def test_many_threads_with_many_shapes() -> None:
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(work, range(8)))
     assert failures == []
+
+
+@pytest.mark.parametrize("variant", [Library, Reference])
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm"])
+def test_many_threads_make_the_first_call_of_a_plan(
+    name: str, variant: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All are held where the plan finds out what it promises; it must be found out whole, once."""
+    op, threads = OPS[name], 8
+    together = threading.Barrier(threads)
+
+    def outputs(*args: Any) -> Any:
+        together.wait(30)
+        return op.outputs(*args)
+
+    monkeypatch.setattr(semantics, "outputs_forward", outputs)
+    monkeypatch.setattr(semantics, "outputs_add", outputs)
+    args = case_of(op, "columns strided").make("cpu", 0)
+    made = variant() if variant is Library else variant(op.reference, outputs)
+    plan = made.bind(op.problem(*args), None)
+    with ThreadPoolExecutor(threads) as pool:
+        first = list(pool.map(lambda _: results_of(name, args, plan(*args)), range(threads)))
+    for results in (*first, results_of(name, args, plan(*args))):
+        for truth, result in zip(truth_of(name, args), results, strict=True):
+            assert truth.roundings(result) <= 2.5
+            assert result.stride() == torch.empty_like(args[0]).stride()
 
 
 # --- forcing
@@ -217,7 +245,8 @@ ARCHITECTURES = [pytest.param(device, id=arch) for arch, device in KNOWN.items()
 @pytest.mark.parametrize("device", ARCHITECTURES)
 @pytest.mark.parametrize("op", ALL_OPS)
 def test_every_case_has_a_launchable_choice_on_every_gpu(op: Op, device: Any) -> None:
-    extra = [op.example(shape, torch.float32, "meta") for shape in ((3, 0), (0,), (0, 8))]
+    empty = ((3, 0), (0,), (0, 8), (2, 0, 2, 0, 64))
+    extra = [op.example(shape, torch.float32, "meta") for shape in empty]
     for args in [*(case.make("meta", 0) for case in op.cases()), *extra]:
         problem = op.problem(*args, device=device)
         choices = ranked(op.name, op.variants, problem)
@@ -249,6 +278,61 @@ def _check_launch(problem: Any, choice: Any, device: Any) -> None:
         assert details.bulk(0, 1), what
     for program in variant.programs(problem, config):
         assert program.names
+
+
+@pytest.mark.parametrize("multiprocessors", [14, 58, 142])
+@pytest.mark.parametrize("op", ALL_OPS)
+def test_no_variant_makes_way_for_one_that_cannot_run(op: Op, multiprocessors: int) -> None:
+    """Too few SMs to share a long row: a block that reads it twice is still better than torch."""
+    device = replace(KNOWN["sm_89"], multiprocessors=multiprocessors)
+    first = {}
+    for rows in (1, 64, 4096):
+        for columns in (8192, 65536, 131072, 262143, 262144):
+            args = op.example((rows, columns), torch.bfloat16, "meta")
+            problem = op.problem(*args, device=device)
+            able = [one.name for one in op.variants if one.supports(problem) is None]
+            first[rows, columns] = ranked(op.name, op.variants, problem)[0].variant.name
+            if any(name.startswith("cuda_") for name in able):
+                assert first[rows, columns].startswith("cuda_"), (rows, columns)
+    if op.name in ("rms_norm", "add_rms_norm"):
+        shared = "cuda_cooperative" if multiprocessors == 142 else "cuda_block"
+        assert first[64, 262143] == shared
+
+
+@pytest.mark.parametrize("device", ARCHITECTURES)
+@pytest.mark.parametrize("op", ALL_OPS)
+def test_rows_of_2_31_columns_are_refused_with_a_reason(op: Op, device: Any) -> None:
+    """Kernels count columns in 32 bits, whatever the length in vectors."""
+    for columns in (2**31, 2**31 + 1, 2**31 + 8, 2**33, 2**40 + 1):
+        for dtype in (torch.bfloat16, torch.float32):
+            problem = op.problem(*op.example((2, columns), dtype, "meta"), device=device)
+            for variant in op.variants:
+                if variant.name.startswith("cuda_"):
+                    reason = variant.supports(problem)
+                    assert reason is not None, f"{variant.name} {columns} {dtype}"
+                    assert str(columns) in reason or "clusters" in reason
+            assert not ranked(op.name, op.variants, problem)[0].variant.name.startswith("cuda_")
+    if op.name in ("rms_norm", "add_rms_norm"):
+        longest = op.problem(*op.example((2, 2**31 - 8), torch.bfloat16, "meta"), device=device)
+        assert ranked(op.name, op.variants, longest)[0].variant.name.startswith("cuda_")
+
+
+@pytest.mark.parametrize("device", ARCHITECTURES)
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "fused_add_rms_norm_"])
+def test_more_rows_than_teams_can_be_numbered_are_taken_in_turns(name: str, device: Any) -> None:
+    op = OPS[name]
+    warp, block = (
+        next(one for one in op.variants if one.name == kind) for kind in ("cuda_warp", "cuda_block")
+    )
+    for columns in (1, 8, 128, 1024):
+        for rows, looping in ((2**31 - 1, False), (2**31, True), (2**33, True)):
+            args = op.example((rows, columns), torch.bfloat16, "meta")
+            problem = op.problem(*args, device=device)
+            assert warp.supports(problem) is None
+            assert ranked(name, op.variants, problem)[0].variant is warp
+            feed = warp.config(problem).feed
+            assert (feed not in ONE_ROW) == looping, (rows, columns, feed)
+            assert (block.supports(problem) is not None) == looping  # a block per row
 
 
 @pytest.mark.parametrize("device", ARCHITECTURES)

@@ -107,26 +107,33 @@ def _rows(shape: tuple[int, int], dtype: torch.dtype, layout: str) -> torch.Tens
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _calls(mix: Mix, rows: int, columns: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
+def _calls(
+    mix: Mix, rows: int, columns: int, out_dtype: torch.dtype | None
+) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Every op, or with `out_dtype` those that take one."""
     x_dtype, other_dtype, weight_dtype, layout = mix
     x = _rows((rows, columns), x_dtype, layout)
     other = _rows((rows, columns), other_dtype, layout)
     weight = None
     if weight_dtype is not None:
         weight = torch.empty(columns, dtype=weight_dtype, device="meta")
-    yield "rms_norm", (x, weight, 1e-6, 0.0, "once", None)
+    yield "rms_norm", (x, weight, 1e-6, 0.0, "once", out_dtype)
+    yield "add_rms_norm", (x, other, weight, 1e-6, 0.0, "once", out_dtype)
+    if out_dtype is not None:
+        return
     if x_dtype == other_dtype == weight_dtype == BF16:
         yield "rms_norm", (x, weight, 1e-6, 0.0, "llama", None)
-    yield "add_rms_norm", (x, other, weight, 1e-6, 0.0, "once", None)
     yield "fused_add_rms_norm_", (x, other, weight, 1e-6)
     for dsum in (None, x):
         yield "rms_norm_backward", (other, x, weight, dsum, 1e-6, 0.0, True)
 
 
-def _launches(arch: str, mix: Mix, all_columns: tuple[int, ...]) -> Iterator[Launch]:
+def _launches(
+    arch: str, mix: Mix, all_columns: tuple[int, ...], out_dtype: torch.dtype | None = None
+) -> Iterator[Launch]:
     for rows in ROWS if mix[3] != "nested" else ROWS[1:]:
         for columns in all_columns:
-            for name, args in _calls(mix, rows, columns):
+            for name, args in _calls(mix, rows, columns, out_dtype):
                 problem = OPS[name].problem(*args, device=KNOWN[arch])
                 able = [one for one in OPS[name].variants if one.supports(problem) is None]
                 first = next((one for one in able if one.declines(problem) is None), able[0])
@@ -138,12 +145,13 @@ def _launches(arch: str, mix: Mix, all_columns: tuple[int, ...]) -> Iterator[Lau
 
 @pytest.mark.parametrize("arch", KNOWN)
 def test_every_launch_fits_the_device(arch: str) -> None:
-    columns = tuple({*COLUMNS, *LONG_COLUMNS, *(2**k + 8 for k in range(4, 18)), 262143})
+    columns = tuple({*COLUMNS, *LONG_COLUMNS, *(2**k + 8 for k in range(4, 18)), 262143, 524288})
     misfits = sorted(
         {
             f"{launch}: {reason}"
             for mix in (MIXES | MORE_MIXES).values()
-            for launch in _launches(arch, mix, columns)
+            for out_dtype in (None, BF16, F32)
+            for launch in _launches(arch, mix, columns, out_dtype)
             if (reason := launch.misfit()) is not None
         }
     )

@@ -13,7 +13,8 @@ from emulated_host import EmulatedHost, Run
 from emulation.harness import emulator_for
 from rms_norm_cases import BF16, F16, F32, FORWARD_OPS, SCOPES, Case, configurations, sweep
 
-from gristmill.ops.rms_norm.configs import RowConfig
+from gristmill.ops.registry import OPS
+from gristmill.ops.rms_norm.configs import STRAIGHT, TWICE, RowConfig
 
 # What the fp32 arithmetic of a kernel may lose, in half units of fp32's last place. Three or four
 # roundings per element and, of the sum, half of what its longest chain of additions loses on
@@ -176,6 +177,38 @@ def test_weights_that_are_unaligned_or_strided(host: EmulatedHost, op: str, stri
     outputs = _outputs(case, tuple(args), _launch(host, case, tuple(args)))
     check = _check_forward if op == "add_rms_norm" else _check_backward
     check(case, tuple(args), outputs)
+
+
+@pytest.mark.parametrize("feed", [STRAIGHT, TWICE])
+@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm"])
+def test_the_offset_is_added_to_the_weight_in_fp32(host: EmulatedHost, op: str, feed: int) -> None:
+    """However narrow the weight: as in the reference, and unrounded in fp64."""
+    config = RowConfig(threads=32, items=2, feed=feed, hold=feed != TWICE)
+    case = Case(op, "cuda_block", (5, 256), dtypes=(F32, F32, BF16, None), config=config)
+    case = replace(case, casting="llama", weight_offset=1.0)
+    args = case.arguments()
+    outputs = _outputs(case, args, _launch(host, case, args))
+    _check_forward(case, args, outputs)
+    expected = OPS[op].reference(*args)
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    torch.testing.assert_close(outputs, expected, rtol=2 * ROUNDINGS * exact.UNIT, atol=0.0)
+    # The test can tell: a weight rounded after the sum is off by far more.
+    weight = args[1 if op == "rms_norm" else 2]
+    assert not torch.equal((weight + 1.0).float(), weight.float() + 1.0)
+
+
+@pytest.mark.parametrize("variant", SCOPES)
+@pytest.mark.parametrize("first", ["dense", "columns first"])
+def test_the_in_place_op_counts_as_a_write(host: EmulatedHost, first: str, variant: str) -> None:
+    """Autograd would else compute gradients from what has been overwritten."""
+    case = Case("fused_add_rms_norm_", variant, (3, 5, 256), layouts=(first, "dense"))
+    args = case.arguments()
+    factor = torch.ones(256, requires_grad=True)
+    products = [factor * args[0], factor * args[1]]
+    _launch(host, case, args)
+    for product in products:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
 
 
 @pytest.mark.parametrize("op", ["fused_add_rms_norm_", "rms_norm_backward"])

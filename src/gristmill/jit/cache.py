@@ -88,7 +88,8 @@ def _from_folder_or_compiler(program: Program, arch: str) -> Binary:
         raise KernelNotCached(
             f"{program.source} for {arch} is not in the kernel cache ({path.parent}), and "
             f"GRISTMILL_JIT=off forbids compiling it; "
-            f"make it beforehand with: GRISTMILL_JIT=on gristmill warmup"
+            f"make it beforehand with GRISTMILL_JIT=on: by gristmill warmup OP --shape ... --dtype "
+            f"..., or by making the same call once"
         )
     compiler_version()  # no compiler: say so now, before anything is written
     if not (usable and _prepared(path.parent)):

@@ -80,7 +80,7 @@ def boolean(op: str, name: str, value: Any) -> None:
 
 def writable(op: str, name: str, value: torch.Tensor) -> None:
     """A tensor whose elements each have memory of their own."""
-    if any(
+    if value.numel() and any(
         stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True)
     ):
         raise ArgumentError(

@@ -56,7 +56,6 @@ class Explanation:
     source: str
     reason: str
     notes: tuple[str, ...]
-    roof_us: float | None
 
     def as_dict(self) -> dict[str, Any]:
         problem = self.problem
@@ -74,15 +73,12 @@ class Explanation:
             "source": self.source,
             "reason": self.reason,
             "notes": list(self.notes),
-            "roof_us": self.roof_us,
         }
 
     def __str__(self) -> str:
         problem = self.problem
         tuned = f"; choices are tuned at rows={bucket(problem.rows)}"
         lines = [problem.key(problem.rows), f"on {problem.device}{tuned}"]
-        if self.roof_us is not None:
-            lines.append(f"roof (a copy of the same bytes): {self.roof_us:.2f} us")
         lines += ["", *self._grid(), ""]
         if self.chosen is None:
             lines.append(f"nothing runs: {self.reason}")
@@ -92,17 +88,15 @@ class Explanation:
 
     def _grid(self) -> list[str]:
         """The variants as aligned columns; those that nothing fills are left out."""
-        cells = [["", "variant", "status", "us", "of roof", ""]]
+        cells = [["", "variant", "status", "us", ""]]
         for row in self.rows:
             us = row.measured_us
-            share = "" if us is None or self.roof_us is None else f"{self.roof_us / us:.0%}"
             cells.append(
                 [
                     "->" if row.variant == self.chosen else "",
                     row.variant,
                     row.status,
                     "" if us is None else f"{us:.2f}",
-                    share,
                     row._detail(),
                 ]
             )
@@ -114,9 +108,7 @@ class Explanation:
         ]
 
 
-def explain_problem(
-    op_name: str, variants: Sequence[Variant], problem: Problem, roof_us: float | None = None
-) -> Explanation:
+def explain_problem(op_name: str, variants: Sequence[Variant], problem: Problem) -> Explanation:
     """Every variant with its reason or config and measured time, and the one that runs.
 
     Builds nothing and times nothing: times come from the tables, failures from what this process
@@ -142,7 +134,6 @@ def explain_problem(
         source=winner.source if winner else "",
         reason=reason or "every variant that supports it failed to build",
         notes=tuple(notes),
-        roof_us=roof_us,
     )
 
 

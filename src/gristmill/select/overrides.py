@@ -39,15 +39,16 @@ def active() -> Mapping[str, str]:
 
 @contextmanager
 def restored(layer: Hashable) -> Iterator[None]:
-    """The overrides of an earlier `token()`, where none are in force here.
+    """The overrides of an earlier `token()`, beneath those that are in force here.
 
     Autograd runs backward passes on CUDA in threads of its own, which know nothing of the caller's
     context: they get that of their forward pass.
     """
-    if layer is None or _ACTIVE.get() is not None:
+    if layer is None:
         yield
         return
-    reset = _ACTIVE.set(cast(_Layer, layer))
+    both = {**dict(cast(_Layer, layer)), **dict(_ACTIVE.get() or ())}
+    reset = _ACTIVE.set(tuple(sorted(both.items())))
     try:
         yield
     finally:

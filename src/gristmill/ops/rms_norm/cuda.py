@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import struct
 from abc import abstractmethod
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import torch
 
@@ -48,6 +48,7 @@ class RowVariant(Variant):
 
     config_type = RowConfig
     values = 1  # sums taken at once
+    configs_by_scope: ClassVar[Mapping[str, Callable[[Problem, Details], RowConfig]]]
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -69,9 +70,15 @@ class RowVariant(Variant):
         if columns >= configs.ANY_LENGTH or details.layout.vectors > self.longest(problem, details):
             whom = {"WARP": "a warp", "BLOCK": "one block", "CLUSTER": "a cluster"}
             return f"rows of {columns} columns are too long for {whom.get(self.scope, 'a grid')}"
-        if self.scope == "GRID" and self.config(problem).cluster > problem.device.multiprocessors:
-            return f"rows of {problem.dim('N')} columns need more blocks than run at once"
+        members = self.config(problem).cluster
+        if self.scope in ("BLOCK", "CLUSTER") and problem.rows * members >= 2**31:
+            return f"{problem.rows} rows of {members} blocks are more than a grid has"
+        if self.scope == "GRID" and members > problem.device.multiprocessors:
+            return f"rows of {columns} columns need more blocks than run at once"
         return None
+
+    def config(self, problem: Problem) -> RowConfig:
+        return self.configs_by_scope[self.scope](problem, problem.layout)
 
     def declines(self, problem: Problem) -> str | None:
         vectors = problem.layout.layout.vectors
@@ -138,18 +145,15 @@ class RowVariant(Variant):
 
 
 class ForwardVariant(RowVariant):
+    configs_by_scope: ClassVar = {
+        "WARP": configs.warp_forward,
+        "BLOCK": configs.block_forward,
+        "CLUSTER": configs.cluster_forward,
+        "GRID": configs.cooperative,
+    }
+
     def longest(self, problem: Problem, details: Details) -> int:
         return configs.longest_forward(self.scope, problem, details)
-
-    def config(self, problem: Problem) -> RowConfig:
-        details: Details = problem.layout
-        choose = {
-            "WARP": configs.warp_forward,
-            "BLOCK": configs.block_forward,
-            "CLUSTER": configs.cluster_forward,
-            "GRID": configs.cooperative,
-        }[self.scope]
-        return choose(problem, details)
 
     def program(self, problem: Problem, config: RowConfig) -> Program:
         details: Details = problem.layout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -26,19 +26,15 @@ GRADIENT_PARAMS = struct.Struct("<QQIII")
 
 class BackwardVariant(RowVariant):
     values = 2
+    configs_by_scope: ClassVar = {
+        "WARP": configs.warp_backward,
+        "BLOCK": configs.block_backward,
+        "CLUSTER": configs.cluster_backward,
+        "GRID": configs.cooperative,
+    }
 
     def longest(self, problem: Problem, details: Details) -> int:
         return configs.longest_backward(self.scope, problem, details)
-
-    def config(self, problem: Problem) -> RowConfig:
-        details: Details = problem.layout
-        choose = {
-            "WARP": configs.warp_backward,
-            "BLOCK": configs.block_backward,
-            "CLUSTER": configs.cluster_backward,
-            "GRID": configs.cooperative,
-        }[self.scope]
-        return choose(problem, details)
 
     def program(self, problem: Problem, config: RowConfig) -> Program:
         details: Details = problem.layout
