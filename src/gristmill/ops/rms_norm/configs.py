@@ -62,7 +62,9 @@ def few_rows(problem: Problem) -> bool:
 
 def most_items(details: Details) -> int:
     """Vectors of a row that a thread of a full block (64 registers) can hold without spilling."""
-    return 3 if whole_vectors(details) else 8
+    if whole_vectors(details):
+        return 2 if details.wide else 3
+    return 8
 
 
 def longest_forward(scope: str, problem: Problem, details: Details) -> int:
@@ -82,14 +84,15 @@ def longest_backward(scope: str, problem: Problem, details: Details) -> int:
         return 32  # two vectors a lane: 32768x1024 is faster by blocks fed by bulk copies
     if scope == "GRID":
         return ANY_LENGTH
-    each = 2048 if bulk_copies(problem, details) else _ahead_items(details) * 512
+    staged = 1024 if details.wide else 2048
+    each = staged if bulk_copies(problem, details) else _ahead_items(details) * 512
     return each if scope == "BLOCK" else each * most_blocks(problem)
 
 
 def _ahead_items(details: Details) -> int:
     """Vectors per thread where the next row waits in registers beside this one, in 512 threads."""
     if whole_vectors(details):
-        return 2
+        return 1 if details.wide else 2
     return 8 if details.layout.vector == 1 else 4
 
 
@@ -128,7 +131,7 @@ def block_forward(problem: Problem, details: Details) -> RowConfig:
     vectors = details.layout.vectors
     whole, twice = whole_vectors(details), details.rereadable
     if vectors > (BLOCK_KEEPS if whole else 8 * MAX_THREADS):
-        return _twice(MAX_THREADS, 4)
+        return _twice(details, MAX_THREADS, 4)
     items = -(-vectors // MAX_THREADS)
     if problem.rows <= 2 * problem.device.multiprocessors and items <= most_items(details):
         # Up to two rows per SM: latency is all. 256x7168: 3.5 us at one vector a thread, 3.7 at 2.
@@ -136,25 +139,26 @@ def block_forward(problem: Problem, details: Details) -> RowConfig:
     if not whole:
         return _block(vectors, 8)
     plain, staged = problem.dtype("residual") is None, async_copies(problem, details)
-    hold = details.rereadable  # else h is held in fp32, in twice the registers
+    hold = details.rereadable and not details.wide  # else h or weights take twice the registers
     if vectors <= 640:
         if plain or not twice or problem.rows < 32 * problem.device.multiprocessors:
             return _block(vectors, 3)  # 32768x4096: 129 us, with 2 or 4 133
         # With residual: 258 us, 262 with rows kept; but 2048x4096 18.4 us and 16.9.
-        return _twice(_warps(-(-vectors // 8)), 8)
+        return _twice(details, _warps(-(-vectors // 8)), 8)
     if vectors <= 1536:
         if plain:
-            return _twice(_warps(-(-vectors // 2)), 2)  # 32768x8192: 256 us, 259 staged
+            return _twice(details, _warps(-(-vectors // 2)), 2)  # 32768x8192: 256 us, 259 staged
         return _block(vectors, 8, ASYNC if staged else STRAIGHT, hold)  # 516 us, 523 read twice
-    if vectors <= 2560:
+    if vectors <= 2560 and (staged or vectors <= most_items(details) * MAX_THREADS):
         # 16384x16384: 257 us staged, 259 straight; with residual 515 and 521.
         return _block(vectors, 4 if plain else 2, ASYNC if staged else STRAIGHT, hold)
-    if staged and (plain or vectors <= LONG):
+    if staged and (vectors <= LONG or (plain and not details.wide)):
         # 8192x32768: 263 us, 284 straight; 4096x65536: 263 and 319. With residual 518 and 521.
         return _block(vectors, 8 if plain else 4, ASYNC, hold and not plain)
     if twice:
-        return _twice(512, 8)  # with residual, 4096x65536: 537 us, 541 by a cluster that keeps rows
-    return _block(vectors, 3)
+        # With residual, 4096x65536: 537 us, 541 by a cluster that keeps rows.
+        return _twice(details, 512, 8)
+    return _block(vectors, most_items(details))
 
 
 def cluster_forward(problem: Problem, details: Details) -> RowConfig:
@@ -165,11 +169,11 @@ def cluster_forward(problem: Problem, details: Details) -> RowConfig:
         cluster = _cluster(problem, vectors, items * MAX_THREADS)
         items = -(-vectors // (cluster * MAX_THREADS))
         if items > most_items(details) and details.rereadable:
-            return _twice(MAX_THREADS, 4, cluster)
+            return _twice(details, MAX_THREADS, 4, cluster)
         return _cluster_config(vectors, cluster, items)
     if not plain and details.rereadable:
         # 4096x131072: 1076 us, 1098 with rows kept; 2048x262144: 1083 and 1092.
-        return _twice(MAX_THREADS, 4, cluster=_cluster(problem, vectors, BLOCK_KEEPS))
+        return _twice(details, MAX_THREADS, 4, _cluster(problem, vectors, BLOCK_KEEPS))
     # A ring of two rows, where the share of a block fits twice; 4096x131072: 540 us, 551 one row at
     # a time; 2048x262144: 539 and 560.
     row = details.layout.vector * column_bytes(details)
@@ -177,7 +181,8 @@ def cluster_forward(problem: Problem, details: Details) -> RowConfig:
     cluster = _cluster(problem, vectors, min(4096 if vectors > 16384 else 2048, stage // 2))
     feed = 2 if 2 * -(-vectors // cluster) <= stage else ASYNC
     items = 6 if vectors <= 16384 else 8
-    return _cluster_config(vectors, cluster, items, feed, hold=details.rereadable)
+    hold = details.rereadable and not details.wide
+    return _cluster_config(vectors, cluster, items, feed, hold)
 
 
 def cooperative(problem: Problem, details: Details) -> RowConfig:
@@ -192,7 +197,8 @@ def warp_backward(problem: Problem, details: Details) -> RowConfig:
     lanes = min(32, _power_of_two(-(-details.layout.vectors // 2)))
     items = max(1, -(-details.layout.vectors // lanes))
     # One large block per SM leaves the fewest partial rows: 32768x256 18.4 us, 19.0 in small ones.
-    return RowConfig(threads=512, items=items, lanes=lanes, feed=AHEAD, blocks_per_sm=1)
+    threads = 256 if details.wide else 512
+    return RowConfig(threads, items, lanes=lanes, feed=AHEAD, blocks_per_sm=512 // threads)
 
 
 def block_backward(problem: Problem, details: Details) -> RowConfig:
@@ -224,10 +230,10 @@ def weight_gradient(columns: int, parts: int) -> tuple[int, int]:
 def cluster_backward(problem: Problem, details: Details) -> RowConfig:
     vectors = details.layout.vectors
     if bulk_copies(problem, details):
-        # 4096x131072: 792 us, 2048x262144: 957 us. Held where that is 8 registers a vector.
-        cluster = _cluster(problem, vectors, 1024)
-        hold = column_bytes(details) * details.layout.vector <= 32
-        return _cluster_config(vectors, cluster, 4, feed=3 if vectors <= 16384 else 2, hold=hold)
+        # 4096x131072: 792 us, 2048x262144: 957 us.
+        cluster = _cluster(problem, vectors, 512 if details.wide else 1024)
+        feed = 3 if vectors <= 16384 else 2
+        return _cluster_config(vectors, cluster, 2 if details.wide else 4, feed, not details.wide)
     items = _ahead_items(details)
     return _cluster_config(vectors, _cluster(problem, vectors, items * 512), items, feed=AHEAD)
 
@@ -240,7 +246,8 @@ def _block(
     return RowConfig(threads, items, feed=feed, hold=hold, blocks_per_sm=blocks_per_sm)
 
 
-def _twice(threads: int, items: int, cluster: int = 1) -> RowConfig:
+def _twice(details: Details, threads: int, items: int, cluster: int = 1) -> RowConfig:
+    items = max(1, items // 2) if details.wide else items
     return RowConfig(threads=threads, items=items, cluster=cluster, feed=TWICE, hold=False)
 
 

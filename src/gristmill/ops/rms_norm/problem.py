@@ -44,6 +44,16 @@ class Details:
         total = self.layout.views[3]
         return total is None or ELEMENT.get(total.dtype) == self.held
 
+    @property
+    def wide(self) -> bool:
+        """Whether a vector of some tensor takes more than 16 bytes, hence more registers.
+
+        An fp32 weight beside bf16 rows, for one.
+        """
+        views = [view for view in self.layout.views if view is not None]
+        widest = max(4 if "float" in self.weight else 0, *[view.dtype.itemsize for view in views])
+        return widest * self.layout.vector > 16
+
     def bulk(self, *indices: int) -> bool:
         """Whether the hardware can fetch rows of these tensors in bulk."""
         views = [self.layout.views[index] for index in indices]
