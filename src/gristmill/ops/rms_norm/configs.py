@@ -1,6 +1,7 @@
-"""How the RMSNorm kernels are launched: one place for every threshold, each with its measurement.
+"""How the RMSNorm kernels are launched: one place for every threshold.
 
-All figures: NVIDIA H200, bf16, cold L2, 2026-11. Thresholds count vectors of 16 bytes, so that they
+Where there is a figure, it was measured: NVIDIA H200, bf16, cold L2, 2026-11. What has none bounds
+registers and shared memory, or was not tuned. Thresholds count vectors of 16 bytes, so that they
 hold for fp32 too.
 """
 
@@ -130,7 +131,7 @@ def warp_forward(problem: Problem, details: Details) -> RowConfig:
 def block_forward(problem: Problem, details: Details) -> RowConfig:
     vectors = details.layout.vectors
     whole, twice = whole_vectors(details), details.rereadable
-    if vectors > (BLOCK_KEEPS if whole else 8 * MAX_THREADS):
+    if vectors > BLOCK_KEEPS:
         return _twice(details, MAX_THREADS, 4)
     items = -(-vectors // MAX_THREADS)
     if problem.rows <= 2 * problem.device.multiprocessors and items <= most_items(details):
