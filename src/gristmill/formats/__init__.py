@@ -1,0 +1,1 @@
+"""Number formats as pure tensor maths: encode, decode, pack, swizzle. Knows no op."""
