@@ -24,6 +24,7 @@ LARGEST_SCALE = 448.0  # of E4M3
 ROWS = "rows"
 TILES = "tiles"
 LAYOUTS = (ROWS, TILES)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of weights in the open
 
 T = TypeVar("T", bound="NVFP4Tensor | PackedNVFP4")
 
@@ -176,8 +177,8 @@ def decode_blocks(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype)
 
     It has at most six significant bits and lies within 2**-10 and 2688, so bf16 and fp16 hold it.
     """
-    values = e2m1.decode_packed(codes, dtype)
-    return values.unflatten(-1, (-1, BLOCK)).mul_(scales.to(dtype).unsqueeze(-1)).flatten(-2)
+    blocks: torch.Tensor = e2m1.decode_packed(codes, dtype).unflatten(-1, (scales.shape[-1], BLOCK))
+    return blocks.mul_(scales.to(dtype).unsqueeze(-1)).flatten(-2)
 
 
 def dequantize(q: NVFP4Tensor | PackedNVFP4, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -194,7 +195,7 @@ def dequantize(q: NVFP4Tensor | PackedNVFP4, dtype: torch.dtype = torch.float32)
         raise DtypeError(
             f"dequantize: q must be an NVFP4Tensor or a PackedNVFP4, got {type(q).__name__}"
         )
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+    if dtype not in DTYPES:
         raise DtypeError(f"dequantize: dtype must be fp32, bf16, fp16 or fp64, got {dtype}")
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     scales = q.scales

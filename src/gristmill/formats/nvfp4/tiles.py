@@ -49,3 +49,14 @@ def unswizzle(swizzled: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     tiles = raw.view(*stack, tall // ROWS, wide // COLUMNS, 32, 4, COLUMNS)
     whole = tiles.transpose(-3, -2).movedim(-4, -2).reshape(*stack, tall, wide)
     return whole[..., :rows, :columns].contiguous().view(swizzled.dtype)
+
+
+def take(swizzled: torch.Tensor, rows: range, columns: range, width: int) -> torch.Tensor:
+    """Some rows and columns of scales ``(R, width)`` out of their tiles, in row order."""
+    wide = padded(0, width)[1]
+    r = torch.arange(rows.start, rows.stop, device=swizzled.device)
+    c = torch.arange(columns.start, columns.stop, device=swizzled.device)
+    above = r // ROWS * (wide * ROWS) + r % 32 * 16 + r % ROWS // 32 * COLUMNS
+    at = above[:, None] + (c // COLUMNS * (ROWS * COLUMNS) + c % COLUMNS)
+    found = swizzled.view(torch.uint8).index_select(-1, at.flatten()).view(swizzled.dtype)
+    return found.view(*swizzled.shape[:-1], *at.shape)

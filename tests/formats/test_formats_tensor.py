@@ -1,0 +1,232 @@
+"""The two kinds of weight: what they refuse, their views, and their way through torch."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from gristmill.formats.nvfp4 import NVFP4Tensor, PackedNVFP4, dequantize, e2m1, quantize
+
+E4M3 = torch.float8_e4m3fn
+
+
+def weight(*shape: int, per_row: bool = False) -> NVFP4Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    made = quantize(torch.randn(shape, generator=generator))
+    if not per_row:
+        return made
+    scales = torch.rand(shape[:-1], generator=generator) + 0.5
+    return NVFP4Tensor(made.codes, made.scales, scales)
+
+
+def same(one: NVFP4Tensor | PackedNVFP4, other: NVFP4Tensor | PackedNVFP4) -> bool:
+    pairs = zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True)
+    return type(one) is type(other) and all(
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+        for a, b in pairs
+    )
+
+
+def parts(*, stack: tuple[int, ...] = (2,), rows: int = 6, columns: int = 64) -> dict[str, Any]:
+    return {
+        "codes": torch.zeros((*stack, rows, columns // 2), dtype=torch.uint8),
+        "scales": torch.zeros((*stack, rows, columns // 16), dtype=E4M3),
+        "global_scale": torch.ones(stack),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        ("codes", None, TypeError, "codes must be a tensor of torch.uint8, got NoneType"),
+        ("codes", torch.zeros(2, 6, 32), TypeError, "codes must be .* got torch.float32"),
+        ("codes", torch.zeros(32, dtype=torch.uint8), ValueError, r"codes must have shape .*\(32,"),
+        ("codes", torch.zeros(2, 6, 30, dtype=torch.uint8), ValueError, "K a multiple of 16"),
+        ("scales", torch.zeros(2, 6, 4), TypeError, "scales must be .*e4m3fn, got torch.float32"),
+        ("scales", torch.zeros(2, 6, 4, dtype=torch.uint8), TypeError, "scales must be"),
+        ("scales", torch.zeros(2, 6, 5, dtype=E4M3), ValueError, r"scales must have shape \(2, 6"),
+        ("scales", torch.zeros(2, 5, 4, dtype=E4M3), ValueError, r"got \(2, 5, 4\)"),
+        ("scales", torch.zeros(1024, dtype=E4M3), ValueError, r"scales must .* got \(1024,\)"),
+        ("global_scale", 1.0, TypeError, "global_scale must be .*float32, got float"),
+        ("global_scale", torch.ones(2).double(), TypeError, "global_scale must be"),
+        ("global_scale", torch.ones(()), ValueError, r"global_scale must have shape \(2,\)"),
+        ("global_scale", torch.ones(2, 5), ValueError, r"or \(2, 6\), one per row, got \(2, 5\)"),
+        ("global_scale", torch.ones(2, 1), ValueError, "global_scale must have shape"),
+        ("global_scale", torch.ones(2, device="meta"), ValueError, "on one device, got cpu, meta"),
+    ],
+)
+def test_wrong_parts_are_refused(
+    name: str, value: Any, error: type[Exception], message: str
+) -> None:
+    NVFP4Tensor(**parts())
+    with pytest.raises(error, match=f"NVFP4Tensor: .*{message}"):
+        NVFP4Tensor(**{**parts(), name: value})
+
+
+def test_shape_size_and_device() -> None:
+    stack = weight(2, 6, 64)
+    assert stack.shape == (2, 6, 64)
+    assert stack.prepare().shape == (2, 6, 64)
+    assert stack.device == stack.prepare().device == torch.device("cpu")
+    assert stack.nbytes == 2 * 6 * 32 + 2 * 6 * 4 + 2 * 4
+    assert stack.prepare().nbytes == 2 * 6 * 32 + 2 * 6 * 4 + 2 * 6 * 4
+    assert stack.to("meta").device.type == "meta"
+    assert stack.to("meta").shape == (2, 6, 64)
+
+
+def test_the_scale_of_rows() -> None:
+    one = weight(2, 6, 64)
+    assert one.row_scale.shape == (2, 6)
+    assert torch.equal(one.row_scale, one.global_scale[:, None].expand(2, 6))
+    assert one.row_scale.data_ptr() == one.global_scale.data_ptr()
+    rows = weight(2, 6, 64, per_row=True)
+    assert rows.row_scale.data_ptr() == rows.global_scale.data_ptr()
+    assert weight(6, 64).row_scale.shape == (6,)
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+def test_rows_are_views(per_row: bool) -> None:
+    whole = weight(2, 6, 64, per_row=per_row)
+    some = whole.rows(1, 4)
+    assert some.shape == (2, 3, 64)
+    assert torch.equal(dequantize(some), dequantize(whole)[:, 1:4])
+    assert some.codes.data_ptr() == whole.codes[:, 1:].data_ptr()
+    assert some.scales.data_ptr() == whole.scales[:, 1:].data_ptr()
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_90a", "cpu", None])
+def test_before_blackwell_scales_stay_in_rows(arch: str | None) -> None:
+    source = weight(3, 40, 96)
+    packed = source.prepare(arch)
+    assert packed.layout == "rows"
+    assert packed.codes.data_ptr() == source.codes.data_ptr()
+    assert packed.scales.data_ptr() == source.scales.data_ptr()
+    assert packed.row_scale.is_contiguous()
+    assert packed.row_scale.shape == (3, 40)
+    assert torch.equal(dequantize(packed), dequantize(source))
+
+
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_100f", "sm_103a", "sm_120a", "sm_120"])
+@pytest.mark.parametrize("shape", [(40, 96), (3, 129, 16), (2, 2, 128, 64)])
+def test_on_blackwell_scales_lie_in_tiles(arch: str, shape: tuple[int, ...]) -> None:
+    source = weight(*shape, per_row=True)
+    packed = source.prepare(arch)
+    assert packed.layout == "tiles"
+    assert packed.scales.shape[-1] % 512 == 0
+    assert same(packed.unpack(), source)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        assert torch.equal(dequantize(packed, dtype), dequantize(source, dtype))
+
+
+@pytest.mark.parametrize("arch", ["", "sm_", "hopper", "sm_90x", "cuda:0"])
+def test_an_unknown_architecture_is_refused(arch: str) -> None:
+    with pytest.raises(ValueError, match="is no architecture; write one such as 'sm_90a'"):
+        weight(2, 16).prepare(arch)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_unpack_gives_back_what_was_packed(arch: str) -> None:
+    source = weight(5, 48, per_row=True)
+    assert same(source.prepare(arch).unpack(), source)
+    back = weight(5, 48).prepare(arch).unpack()
+    assert torch.equal(dequantize(back), dequantize(weight(5, 48)))
+
+
+def test_a_map_reaches_through() -> None:
+    source = weight(3, 32)
+    moved = pytree.tree_map(lambda part: part.to("meta"), source)
+    assert isinstance(moved, NVFP4Tensor)
+    assert {part.device.type for part in pytree.tree_leaves(moved)} == {"meta"}
+    # Anything may stand in the places of the leaves.
+    assert pytree.tree_map(lambda part: part.dtype, source).scales == E4M3
+    packed = pytree.tree_map(torch.clone, source.prepare("sm_100a"))
+    assert isinstance(packed, PackedNVFP4)
+    assert packed.layout == "tiles"
+    assert same(packed, source.prepare("sm_100a"))
+    keyed = pytree.tree_leaves_with_path(source)
+    assert [pytree.keystr(path) for path, _ in keyed] == [".codes", ".scales", ".global_scale"]
+
+
+def test_the_layout_is_part_of_the_structure() -> None:
+    source = weight(3, 32)
+    specs = {pytree.tree_structure(source.prepare(arch)) for arch in ("sm_90a", "sm_100a")}
+    assert len(specs) == 2
+    for spec in specs:
+        assert pytree.treespec_loads(pytree.treespec_dumps(spec)) == spec
+
+
+def saved_and_loaded(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, saved_and_loaded])
+def test_copies(copied: Callable[[Any], Any]) -> None:
+    for source in (weight(3, 32), weight(3, 32).prepare("sm_120a")):
+        assert same(copied(source), source)
+
+
+class Scaled(torch.nn.Module):
+    def forward(self, x: torch.Tensor, q: NVFP4Tensor | PackedNVFP4) -> torch.Tensor:
+        return x @ dequantize(q, x.dtype).t()
+
+
+@pytest.mark.parametrize("arch", [None, "sm_90a", "sm_100a"])
+def test_as_an_argument_of_a_compiled_function(arch: str | None) -> None:
+    compiled = torch.compile(Scaled(), fullgraph=True, backend="aot_eager")
+    for seed in range(2):
+        e2m1._tables.clear()
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(seed))
+        source = weight(6 + seed, 64, per_row=True)
+        argument = source if arch is None else source.prepare(arch)
+        torch.testing.assert_close(compiled(x, argument), x @ dequantize(source).t())
+
+
+def test_as_an_argument_of_an_inductor_graph() -> None:
+    x, source = torch.randn(4, 64), weight(6, 64)
+    compiled = torch.compile(Scaled(), fullgraph=True)
+    torch.testing.assert_close(compiled(x, source), x @ dequantize(source).t())
+
+
+@pytest.mark.parametrize("arch", [None, "sm_100a"])
+def test_as_an_argument_of_an_exported_program(arch: str | None) -> None:
+    e2m1._tables.clear()
+    x, source, other = torch.randn(4, 64), weight(6, 64, per_row=True), weight(6, 64, per_row=True)
+    made = [q if arch is None else q.prepare(arch) for q in (source, other)]
+    program = torch.export.export(Scaled(), (x, made[0]))
+    torch.testing.assert_close(program.module()(x, made[1]), x @ dequantize(other).t())
+
+
+def test_tables_outlive_the_modes_they_were_made_in() -> None:
+    """A table made in inference mode must serve a traced or differentiated call later."""
+    e2m1._tables.clear()
+    source = weight(6, 64)
+    with torch.inference_mode():
+        dequantize(source)
+    x = torch.randn(4, 64, requires_grad=True)
+    (x @ dequantize(source).t()).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, dequantize(source).sum(0).expand(4, 64))
+    assert all(not table.is_inference() for table in e2m1._tables.values())
+
+
+def test_no_table_of_a_fake_mode_is_kept() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    e2m1._tables.clear()
+    source = weight(6, 64)
+    with FakeTensorMode() as mode:
+        fake = pytree.tree_map(mode.from_tensor, source)
+        assert dequantize(fake).shape == (6, 64)
+    assert not e2m1._tables
+    assert dequantize(weight(6, 64)).abs().max() > 0
