@@ -66,5 +66,17 @@ class DoubleBackwardError(GristmillError, RuntimeError):
     """The gradient of a gradient was asked of an op that has none."""
 
 
+class CheckpointError(GristmillError, ValueError):
+    """A checkpoint cannot be read or written; the message names the file and the tensor."""
+
+
+class NoGradientError(GristmillError, RuntimeError):
+    """A gradient was asked of an op that has none; the message names one that has."""
+
+
+class UnknownRunner(GristmillError, RuntimeError):  # noqa: N818
+    """No runner with this id is registered in this process, or it was freed."""
+
+
 class TableError(GristmillError, ValueError):
     """A tuning table cannot be read or written."""

@@ -1,0 +1,35 @@
+"""What the numbers of a checkpoint must be, on the way in and on the way out."""
+
+from __future__ import annotations
+
+import torch
+
+from gristmill.errors import CheckpointError
+
+_LARGEST_CODE = 0x7E  # of E4M3: above it are NaN and everything with a sign
+
+
+def check_block_scales(where: str, scales: torch.Tensor) -> None:
+    codes = scales.view(torch.uint8)
+    if codes.numel() == 0 or int(codes.amax()) <= _LARGEST_CODE:
+        return
+    place = (codes > _LARGEST_CODE).nonzero()[0].tolist()
+    value = float(scales[tuple(place)].float())
+    raise CheckpointError(
+        f"{where}: block scales must be neither negative nor NaN, got {value} at {place}"
+    )
+
+
+def multiplier(where: str, scale: torch.Tensor, divides: bool) -> torch.Tensor:
+    """A stored global scale, one value of fp32, as the factor that weights are multiplied by."""
+    if scale.numel() != 1:
+        raise CheckpointError(f"{where} must be one value, got shape {tuple(scale.shape)}")
+    factor = scale.reshape(()).clone()
+    if divides:
+        factor = 1 / factor
+    for value in (scale.reshape(()), factor):
+        if not bool(value.isfinite()) or float(value) <= 0:
+            raise CheckpointError(
+                f"{where}: a global scale must be finite and above zero, got {float(scale)}"
+            )
+    return factor
