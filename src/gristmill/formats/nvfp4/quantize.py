@@ -109,7 +109,8 @@ def _global_scale(w: torch.Tensor, method: str) -> torch.Tensor:
     if not bool(finite.all()):
         where = "" if w.dim() == 2 else f" in matrix {(~finite).nonzero()[0].tolist()}"
         raise ArgumentError(f"quantize: w must be finite in fp32, found NaN or infinity{where}")
-    scale = amax / (e2m1.LARGEST * _TOP_SCALE[method])
+    # By a tensor: a GPU would multiply by the reciprocal of a number, which rounds differently.
+    scale = amax / torch.full_like(amax, e2m1.LARGEST * _TOP_SCALE[method])
     # Not below the normal numbers, where the scale itself would lose its bits.
     scale = scale.clamp(min=torch.finfo(torch.float32).tiny)
     return torch.where(amax == 0, torch.ones_like(scale), scale)
