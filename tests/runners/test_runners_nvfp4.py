@@ -1,0 +1,277 @@
+"""The runners of NVFP4 layers: the values of the functional ops, behind an id."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from runners_helpers import linear_gemm, moe_gemm
+
+from gristmill import Nvfp4LinearRunner, Nvfp4MoeRunner, nvfp4, register_runner
+from gristmill.errors import ArgumentError, DtypeError
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+N, K, E, H, INNER = 48, 64, 4, 32, 16
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def linear_parts(device: str = "cpu") -> tuple[nvfp4.NVFP4Tensor, torch.Tensor]:
+    return nvfp4.quantize(normal(N, K).to(device)), normal(N, seed=1).to(device)
+
+
+def moe_parts(device: str = "cpu") -> tuple[tuple[nvfp4.NVFP4Tensor, ...], dict[str, Any]]:
+    w13 = nvfp4.quantize(normal(E, 2 * INNER, H).to(device))
+    w2 = nvfp4.quantize(normal(E, H, INNER, seed=1).to(device))
+    options = {
+        "w13_bias": normal(E, 2 * INNER, seed=2).to(device),
+        "w2_bias": normal(E, H, seed=3).to(device),
+        "activation": "swiglu_oai",
+        "limit": 1.5,
+        "expert_map": torch.tensor([2, -1, 0, 3, 1, -1], dtype=torch.int32, device=device),
+    }
+    return (w13, w2), options
+
+
+def routed(rows: int, experts: int, device: str = "cpu") -> tuple[torch.Tensor, ...]:
+    scores = normal(rows, experts, seed=rows).softmax(-1)
+    weights, ids = scores.topk(2)
+    ids[::3, 0] = -1
+    return normal(rows, H, seed=4).to(device), weights.to(device), ids.int().to(device)
+
+
+# --- linear
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
+def test_linear_is_nvfp4_linear(with_bias: bool, dtype: torch.dtype, device: str) -> None:
+    w4, bias = linear_parts(device)
+    runner = Nvfp4LinearRunner(w4, bias if with_bias else None)
+    runner_id = register_runner(runner)
+    for shape in [(5, K), (K,), (2, 3, K), (0, K)]:
+        x = normal(*shape).to(device, dtype)
+        result = linear_gemm(x, runner_id, runner.out_features)
+        assert torch.equal(result, nvfp4.linear(x, w4, bias if with_bias else None))
+        exact = x.double() @ nvfp4.dequantize(w4, torch.float64).t()
+        if with_bias:
+            exact += bias
+        assert result.dtype == dtype
+        bound = torch.finfo(dtype).eps * (exact.abs().amax() if exact.numel() else 1) + 1e-5
+        assert ((result - exact).abs() <= bound).all()
+
+
+def test_linear_takes_weights_in_either_layout() -> None:
+    w4, bias = linear_parts()
+    x = normal(3, K)
+    for layout, arch in (("rows", "sm_90a"), ("tiles", "sm_100a")):
+        runner = Nvfp4LinearRunner(w4.prepare(arch), bias)
+        assert runner.weight.layout == layout
+        result = linear_gemm(x, register_runner(runner), N)
+        torch.testing.assert_close(result, nvfp4.linear(x, w4, bias))
+
+
+def test_nothing_of_a_runner_is_trained() -> None:
+    """Eager or compiled: also where it holds a parameter."""
+    w4, bias = linear_parts()
+    runner = Nvfp4LinearRunner(w4, torch.nn.Parameter(bias))
+    result = linear_gemm(normal(3, K), register_runner(runner), N)
+    assert torch.equal(result, nvfp4.linear(normal(3, K), w4, bias))
+    assert not result.requires_grad
+
+
+def test_a_runner_holds_its_weights_without_copies() -> None:
+    w4, bias = linear_parts()
+    packed = w4.prepare()
+    assert Nvfp4LinearRunner(packed, bias).weight is packed
+    runner = Nvfp4LinearRunner(w4, bias)
+    assert runner.weight.codes is w4.codes
+    assert runner.weight.scales is w4.scales
+    assert runner.bias is bias
+    (w13, w2), options = moe_parts()
+    experts = Nvfp4MoeRunner(w13, w2, **options)
+    assert experts.w13.codes is w13.codes
+    assert experts.w2.scales is w2.scales
+    assert experts.options["w2_bias"] is options["w2_bias"]
+
+
+# --- experts
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "every option"])
+def test_moe_is_nvfp4_moe(plain: bool, dtype: torch.dtype, device: str) -> None:
+    stacks, options = moe_parts(device)
+    options = {} if plain else options
+    runner = Nvfp4MoeRunner(*stacks, **options)
+    runner_id = register_runner(runner)
+    for rows in (0, 1, 7):
+        hidden, *routing = routed(rows, E if plain else 6, device)
+        args = (hidden.to(dtype), *routing)
+        result = moe_gemm(*args, runner_id, runner.hidden_size)
+        assert torch.equal(result, nvfp4.moe(*args, *stacks, **options))
+        assert result.dtype == dtype
+
+
+def test_every_option_of_moe_reaches_it() -> None:
+    stacks, options = moe_parts()
+    args = routed(7, 6)
+
+    def run(**options: Any) -> torch.Tensor:
+        runner = Nvfp4MoeRunner(*stacks, **options)
+        return moe_gemm(*args, register_runner(runner), H)
+
+    whole = run(**options)
+    for name in options:
+        less = {key: value for key, value in options.items() if key != name}
+        assert not torch.equal(run(**less), whole), name
+
+
+# --- compiled
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_network_of_runners_compiles(device: str) -> None:
+    w4, bias = nvfp4.quantize(normal(H, H).to(device)), normal(H).to(device)
+    stacks, options = moe_parts(device)
+    linear, experts = Nvfp4LinearRunner(w4, bias), Nvfp4MoeRunner(*stacks, **options)
+    linear_id, experts_id = register_runner(linear), register_runner(experts)
+    _, weights, ids = routed(7, 6, device)
+
+    def network(x: torch.Tensor) -> torch.Tensor:
+        return moe_gemm(linear_gemm(x, linear_id, H).relu(), weights, ids, experts_id, H) + x
+
+    torch._dynamo.reset()
+    x = normal(7, H).to(device)
+    compiled = torch.compile(network, backend="aot_eager", fullgraph=True)
+    expected = nvfp4.moe(nvfp4.linear(x, w4, bias).relu(), weights, ids, *stacks, **options) + x
+    torch.testing.assert_close(compiled(x), expected)
+
+
+@pytest.mark.gpu
+def test_captured_and_replayed() -> None:
+    w4, bias = nvfp4.quantize(normal(H, H).cuda()), normal(H).cuda()
+    stacks, options = moe_parts("cuda")
+    linear, experts = Nvfp4LinearRunner(w4, bias), Nvfp4MoeRunner(*stacks, **options)
+    linear_id, experts_id = register_runner(linear), register_runner(experts)
+    x, weights, ids = routed(7, 6, "cuda")
+    x = x.bfloat16()
+
+    def network() -> torch.Tensor:
+        return moe_gemm(linear_gemm(x, linear_id, H), weights, ids, experts_id, H)
+
+    with torch.inference_mode():
+        network()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = network()
+        for seed in range(3):
+            x.copy_(normal(7, H, seed=seed))
+            graph.replay()
+            torch.testing.assert_close(result, network())
+
+
+# --- what a runner is
+
+
+def saved_and_loaded(runner: Any) -> Any:
+    """By torch, whose tensors of fp8 come back from no plain pickle."""
+    file = io.BytesIO()
+    torch.save(runner, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, saved_and_loaded])
+def test_copies_compute_the_same(make: Callable[[Any], Any]) -> None:
+    stacks, options = moe_parts()
+    for runner in (Nvfp4LinearRunner(*linear_parts()), Nvfp4MoeRunner(*stacks, **options)):
+        again = make(runner)
+        args = (normal(3, K),) if isinstance(runner, Nvfp4LinearRunner) else routed(3, 6)
+        assert torch.equal(again._run_impl(*args), runner._run_impl(*args))
+        assert repr(again) == repr(runner)
+
+
+def test_repr() -> None:
+    stacks, options = moe_parts()
+    assert repr(Nvfp4LinearRunner(*linear_parts())) == (
+        "Nvfp4LinearRunner(in_features=64, out_features=48, bias=True, layout='rows', device='cpu')"
+    )
+    assert repr(Nvfp4MoeRunner(*stacks, **options)) == (
+        "Nvfp4MoeRunner(num_experts=4, hidden_size=32, intermediate_size=16, "
+        "activation='swiglu_oai', layout='rows', device='cpu')"
+    )
+
+
+def test_the_wrong_width_is_an_error() -> None:
+    runner = Nvfp4LinearRunner(*linear_parts())
+    runner_id = register_runner(runner)
+    with pytest.raises(
+        ArgumentError, match=r"returned shape \(3, 48\); the call promises \(3, 9\)"
+    ):
+        linear_gemm(normal(3, K), runner_id, 9)
+    with pytest.raises(ArgumentError, match=r"nvfp4_linear: x must end in K = 64"):
+        linear_gemm(normal(3, K + 16), runner_id, N)
+
+
+# --- wrong arguments are refused when the runner is made
+
+
+def bad_linear(**changes: Any) -> Callable[[], Any]:
+    w4, bias = linear_parts()
+    return lambda: Nvfp4LinearRunner(**{"weight": w4, "bias": bias, **changes})
+
+
+def bad_moe(**changes: Any) -> Callable[[], Any]:
+    (w13, w2), options = moe_parts()
+    return lambda: Nvfp4MoeRunner(**{"w13": w13, "w2": w2, **options, **changes})
+
+
+STACK = nvfp4.quantize(normal(E, 2 * INNER, H))
+MATRIX = nvfp4.quantize(normal(N, K))
+BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "a plain weight": (
+        bad_linear(weight=normal(N, K)),
+        DtypeError,
+        "Nvfp4LinearRunner: weight must be an NVFP4Tensor or a PackedNVFP4, got Tensor",
+    ),
+    "a stack": (bad_linear(weight=STACK), ArgumentError, "codes must have shape.*got \\(4, 32, 16"),
+    "bias shape": (bad_linear(bias=normal(N + 1)), ArgumentError, "bias must have shape \\(48,\\)"),
+    "bias dtype": (bad_linear(bias=torch.ones(N).int()), DtypeError, "bias must have dtype"),
+    "bias device": (
+        bad_linear(bias=torch.ones(N, device="meta")),
+        ArgumentError,
+        "bias is on meta",
+    ),
+    "plain experts": (
+        bad_moe(w2=normal(E, H, INNER)),
+        DtypeError,
+        "Nvfp4MoeRunner: w2 must be an NVFP4Tensor or a PackedNVFP4, got Tensor",
+    ),
+    "a matrix": (bad_moe(w2=MATRIX), ArgumentError, "w2_codes must have shape"),
+    "not two halves": (bad_moe(w13=moe_parts()[0][1]), ArgumentError, "w2 must have shape"),
+    "layouts": (
+        bad_moe(w13=STACK.prepare("sm_100a")),
+        ArgumentError,
+        "w13 and w2 must have one layout, got 'tiles' and 'rows'",
+    ),
+    "w13_bias": (bad_moe(w13_bias=normal(E, H + 1)), ArgumentError, "w13_bias must have shape"),
+    "w2_bias": (bad_moe(w2_bias=normal(E, H + 1)), ArgumentError, "w2_bias must have shape"),
+    "activation": (bad_moe(activation="relu"), ArgumentError, "activation must be .*got 'relu'"),
+    "limit": (bad_moe(limit=-1.0), ArgumentError, "limit must be finite .*at least 0, got -1"),
+    "map": (bad_moe(expert_map=torch.ones(6)), DtypeError, "expert_map must be a tensor of int32"),
+}
+
+
+@pytest.mark.parametrize(("make", "error", "message"), BAD.values(), ids=BAD.keys())
+def test_bad_arguments(make: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
