@@ -14,7 +14,8 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     """What `op(*args, **kwargs)` would run, without running it.
 
     Args:
-        op: an op's name (``"rms_norm"``) or function (``gristmill.rms_norm``).
+        op: an op's name (``"rms_norm"``) or function (``gristmill.rms_norm``,
+            ``gristmill.nvfp4.linear``).
         *args, **kwargs: the arguments of the call; they are checked as the call would.
 
     Returns:
@@ -22,6 +23,10 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
         where a tuning table has one), and the one that would run. Print it, or take it apart with
         ``as_dict()``.
     """
+    for one in OPS.values():
+        if one.function is op and one.adapt is not None:
+            args, kwargs = one.adapt(*args, **kwargs), {}
+            op = one.name
     name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
     found = OPS.get(name)
     if found is None:

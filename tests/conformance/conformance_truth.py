@@ -1,64 +1,19 @@
-"""What the ops must answer, in fp64, and how far a result is from it.
+"""What the ops must answer, in fp64.
 
 The formulas are written here a second time, from the documentation, so that the references are
-judged as well. Where an op prescribes that a value is rounded on its way (the normalised value
-under "llama", say), the truth is the range of what may come of it: a sum taken in fp32 is off by a
-few units in the last place, and next to a tie that decides which way the rounding goes. Elsewhere
-the range is a single number.
-
-Errors are counted in roundings: one rounding of the result to its dtype, plus one rounding of the
-accumulator applied to the terms that were added up (they may be larger than their sum).
+judged as well; how far a result is from them is in `conformance_truth_core`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+import conformance_truth_nvfp4 as nvfp4
 import torch
+from conformance_truth_core import BEFORE_ROUNDING, Truth, accumulator_of, unit
 
 Tensor = torch.Tensor
-
-# By how many roundings of the accumulator a value may be off before it is rounded on the way.
-BEFORE_ROUNDING = 8
-
-
-def unit(dtype: torch.dtype) -> float:
-    """The largest relative error of one rounding. The truth is itself in fp64, hence the 8."""
-    return torch.finfo(dtype).eps / 2 * (8 if dtype == torch.float64 else 1)
-
-
-@dataclass(frozen=True)
-class Truth:
-    """One result: what it must be, and the size of its terms. `exact`: not a bit may differ."""
-
-    low: Tensor
-    high: Tensor
-    terms: Tensor
-    accumulator: torch.dtype
-    exact: bool = False
-
-    def roundings(self, actual: Tensor, *, composed: bool = False) -> float:
-        """The largest error of `actual`, in roundings.
-
-        `composed`: the result was put together from results of several kernels, each rounded to
-        its dtype, so that every term carries a rounding of that dtype.
-        """
-        assert actual.shape == self.low.shape
-        if actual.numel() == 0:
-            return 0.0
-        value = actual.double()
-        if not bool(value.isfinite().all()):
-            return float("inf")
-        error = (self.low - value).clamp(min=0) + (value - self.high).clamp(min=0)
-        if self.exact:
-            return 0.0 if not bool(error.any()) else float("inf")
-        size = torch.maximum(self.low.abs(), self.high.abs())
-        size = size.clamp(min=torch.finfo(actual.dtype).tiny)
-        each = actual.dtype if composed else self.accumulator
-        allowed = unit(actual.dtype) * size + unit(each) * self.terms
-        return float((error / allowed).max())
 
 
 def truth_of(name: str, args: tuple[Any, ...]) -> list[Truth]:
@@ -71,10 +26,6 @@ def results_of(name: str, args: tuple[Any, ...], returned: Any) -> list[Tensor]:
     if name == "fused_add_rms_norm_":
         return [args[0], args[1]]
     return [returned] if isinstance(returned, Tensor) else list(returned)
-
-
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _exact(value: Tensor, accumulator: torch.dtype, *, bits: bool = False) -> Truth:
@@ -128,7 +79,7 @@ def _rms_norm(
     casting: str,
     out_dtype: torch.dtype | None,
 ) -> list[Truth]:
-    accumulator = _accumulator(x.dtype)
+    accumulator = accumulator_of(x.dtype)
     h = x.double()
     normalised = h * _inverse(h, eps, accumulator)
     if casting == "llama":
@@ -154,7 +105,7 @@ def _add_rms_norm(
     out_dtype: torch.dtype | None,
 ) -> list[Truth]:
     dtype = torch.promote_types(x.dtype, residual.dtype)
-    precise = _accumulator(dtype)
+    precise = accumulator_of(dtype)
     total = (x.to(precise) + residual.to(precise)).to(dtype)
     # The sum leaves no freedom: one addition in the accumulator, one rounding.
     return [
@@ -166,7 +117,7 @@ def _add_rms_norm(
 def _fused_add_rms_norm_(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float
 ) -> list[Truth]:
-    precise = _accumulator(torch.promote_types(x.dtype, residual.dtype))
+    precise = accumulator_of(torch.promote_types(x.dtype, residual.dtype))
     total = x.to(precise) + residual.to(precise)
     h = total.double()
     normalised = h * _inverse(h, eps, precise)
@@ -186,7 +137,7 @@ def _rms_norm_backward(
     weight_offset: float,
     weight_grad: bool,
 ) -> list[Truth]:
-    accumulator = _accumulator(x.dtype)
+    accumulator = accumulator_of(x.dtype)
     h, d = x.double(), dy.double()
     inverse = _inverse(h, eps, accumulator)
     g, g_terms = d, d.abs()
@@ -213,4 +164,8 @@ TRUTHS: dict[str, Callable[..., list[Truth]]] = {
     "add_rms_norm": _add_rms_norm,
     "fused_add_rms_norm_": _fused_add_rms_norm_,
     "rms_norm_backward": _rms_norm_backward,
+    "nvfp4_linear": nvfp4.linear,
+    "nvfp4_linear_backward": nvfp4.linear_backward,
+    "nvfp4_moe": nvfp4.moe,
+    "nvfp4_moe_backward": nvfp4.moe_backward,
 }

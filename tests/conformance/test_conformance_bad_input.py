@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from conformance_helpers import ALL_OPS, copied, same_bits
+from conformance_helpers import ROW_NAMES, ROW_OPS, copied, same_bits
 
 import gristmill
 from gristmill.errors import (
@@ -142,7 +142,7 @@ def _label(value: Any) -> str:
 
 PARAMETERS = [
     pytest.param(op, *case, id=f"{op.name}-{case[0]}-{_label(case[1])}")
-    for op in OPS.values()
+    for op in (OPS[name] for name in ROW_NAMES)
     for case in WRONG
     if case[0] in argument_names(op)
     and not (op.name == "fused_add_rms_norm_" and case[0] == "eps" and case[1] is None)
@@ -190,7 +190,7 @@ def test_explain_checks_as_the_call_does(
 
 
 @pytest.mark.usefixtures("nothing_happens")
-@pytest.mark.parametrize("op", ALL_OPS)
+@pytest.mark.parametrize("op", ROW_OPS)
 def test_the_registered_op_checks_too(op: Op) -> None:
     values = good(op)
     wrong = {**values, "weight": torch.ones(7, dtype=torch.bfloat16)}
@@ -201,7 +201,7 @@ def test_the_registered_op_checks_too(op: Op) -> None:
 
 
 @pytest.mark.usefixtures("nothing_happens")
-@pytest.mark.parametrize("op", ALL_OPS)
+@pytest.mark.parametrize("op", ROW_OPS)
 def test_too_few_and_unknown_arguments_name_what_there_is(op: Op) -> None:
     with pytest.raises(TypeError, match=f"{op.name} needs the argument '{argument_names(op)[0]}'"):
         gristmill.explain(op.name)
@@ -235,7 +235,7 @@ def test_use_with_a_wrong_name_lists_the_right_ones() -> None:
 
 
 @pytest.mark.usefixtures("nothing_happens")
-@pytest.mark.parametrize("op", ALL_OPS)
+@pytest.mark.parametrize("op", ROW_OPS)
 def test_use_of_a_variant_that_cannot_run_says_why(op: Op) -> None:
     values = good(op)
     with (
@@ -275,7 +275,7 @@ def test_environment_that_names_an_unknown_variant(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("nothing_happens")
-@pytest.mark.parametrize("op", ALL_OPS)
+@pytest.mark.parametrize("op", ROW_OPS)
 def test_tensors_on_two_devices(op: Op) -> None:
     values = good(op, "cuda")
     for name in [name for name, value in values.items() if isinstance(value, torch.Tensor)]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from conformance_graphs import Recorder, ops_of, ours
 from conformance_helpers import DEVICES, case_of, copied, same_bits
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import gristmill
@@ -25,46 +25,6 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-class Recorder:
-    """A backend that keeps the graphs: Dynamo's, and those of forward and backward after AOT."""
-
-    def __init__(self) -> None:
-        self.traced: list[str] = []
-        self.forward: list[str] = []
-        self.backward: list[str] = []
-        self._backend = aot_autograd(
-            fw_compiler=self._keep(self.forward), bw_compiler=self._keep(self.backward)
-        )
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        self.traced += _ops(graph)
-        return self._backend(graph, inputs)
-
-    def _keep(self, names: list[str]) -> Callable[..., Any]:
-        def compiler(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-            names.extend(_ops(graph))
-            return graph
-
-        return compiler
-
-
-def _ops(graph: torch.fx.GraphModule) -> list[str]:
-    """The calls in a graph by name; a functionalised in-place op counts under its own name."""
-    names = []
-    for node in graph.graph.nodes:
-        if node.op != "call_function":
-            continue
-        target = node.target
-        if "auto_functionalized" in str(target):
-            target = node.args[0]
-        names.append(str(target).removesuffix(".default"))
-    return names
-
-
-def ours(names: list[str]) -> list[str]:
-    return [name for name in names if name.startswith("gristmill.")]
 
 
 def block(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -432,12 +392,12 @@ def test_export(dynamic: bool) -> None:
     shapes = {"x": {0: rows}, "residual": {0: rows}} if dynamic else None
     args = (torch.randn(6, 64), torch.randn(6, 64))
     program = torch.export.export(model, args, dynamic_shapes=shapes)
-    assert ours(_ops(program.graph_module)) == ["gristmill.rms_norm", "gristmill.add_rms_norm"]
+    assert ours(ops_of(program.graph_module)) == ["gristmill.rms_norm", "gristmill.add_rms_norm"]
     if dynamic:
         args = (torch.randn(90, 64), torch.randn(90, 64))
     torch.testing.assert_close(program.module()(*args), model(*args))
     # Decomposition for another backend leaves the ops whole.
-    assert len(ours(_ops(program.run_decompositions().graph_module))) == 2
+    assert len(ours(ops_of(program.run_decompositions().graph_module))) == 2
 
 
 def test_the_op_is_tagged_for_compilers() -> None:
@@ -450,6 +410,6 @@ def test_make_fx_keeps_the_op_whole() -> None:
 
     args = case_of(OPS["rms_norm"], "5x7").make("cpu", 0)
     graph = make_fx(lambda x, weight: gristmill.rms_norm(x, weight))(args[0], args[1])
-    assert _ops(graph) == ["gristmill.rms_norm"]
+    assert ops_of(graph) == ["gristmill.rms_norm"]
     x, weight = torch.randn(5, 7), torch.randn(7)
     assert same_bits(graph(x, weight), gristmill.rms_norm(x, weight))

@@ -11,17 +11,27 @@ from typing import Any
 
 import pytest
 import torch
-from conformance_helpers import ALL_OPS, CASES, DEVICES, case_of, same_bits, supporting
+from conformance_helpers import (
+    ALL_OPS,
+    CASES,
+    DEVICES,
+    ROW_NAMES,
+    ROW_OPS,
+    case_of,
+    same_bits,
+    supporting,
+)
 from conformance_truth import results_of, truth_of
 
 import gristmill
 from gristmill.errors import ArgumentError, VariantUnavailable
 from gristmill.ops import op as op_module
 from gristmill.ops.op import Case, Op
+from gristmill.ops.plain import Reference
 from gristmill.ops.registry import OPS
 from gristmill.ops.rms_norm import semantics
 from gristmill.ops.rms_norm.configs import ASYNC, ONE_ROW, TWICE
-from gristmill.ops.rms_norm.plain import Library, Reference
+from gristmill.ops.rms_norm.plain import Library
 from gristmill.select import HINTS, KNOWN, ranked, resolve
 from gristmill.settings import reload_settings
 
@@ -221,13 +231,25 @@ def test_explain_tells_the_truth(op: Op, case: Case, device: str) -> None:
     found = json.loads(json.dumps(explanation.as_dict()))
     assert found["op"] == op.name
     assert found["rows"] == math.prod(args[0].shape[:-1])
-    assert found["dims"] == {"N": args[0].shape[-1]}
+    assert found["dims"] == _dims(op, args)
     assert [row["variant"] for row in found["variants"]] == [one.name for one in op.variants]
     statuses = [row["status"] for row in found["variants"]]
     assert statuses.count("chosen") == 1
     assert all(row["reason"] for row in found["variants"] if row["status"] == "unsupported")
     choice, _ = resolve(op.name, op.variants, op.problem(*args))
     assert (choice.variant.name, choice.source) == (found["chosen"], found["source"])
+
+
+def _dims(op: Op, args: tuple[Any, ...]) -> dict[str, int]:
+    """The dimensions that a kernel may be specialised on."""
+    if op.name in ROW_NAMES:
+        return {"N": args[0].shape[-1]}
+    named = dict(zip([one.name for one in op.overload._schema.arguments], args, strict=True))
+    if "nvfp4_linear" in op.name:
+        rows, half = named["codes"].shape
+        return {"N": rows, "K": 2 * half}
+    (experts, hidden, half), topk = named["w2_codes"].shape, named["topk_ids"].shape[1]
+    return {"E": experts, "k": topk, "H": hidden, "I": 2 * half}
 
 
 def test_counters_are_plain_numbers() -> None:
@@ -243,7 +265,7 @@ ARCHITECTURES = [pytest.param(device, id=arch) for arch, device in KNOWN.items()
 
 
 @pytest.mark.parametrize("device", ARCHITECTURES)
-@pytest.mark.parametrize("op", ALL_OPS)
+@pytest.mark.parametrize("op", ROW_OPS)
 def test_every_case_has_a_launchable_choice_on_every_gpu(op: Op, device: Any) -> None:
     empty = ((3, 0), (0,), (0, 8), (2, 0, 2, 0, 64))
     extra = [op.example(shape, torch.float32, "meta") for shape in empty]
@@ -281,7 +303,7 @@ def _check_launch(problem: Any, choice: Any, device: Any) -> None:
 
 
 @pytest.mark.parametrize("multiprocessors", [14, 58, 142])
-@pytest.mark.parametrize("op", ALL_OPS)
+@pytest.mark.parametrize("op", ROW_OPS)
 def test_no_variant_makes_way_for_one_that_cannot_run(op: Op, multiprocessors: int) -> None:
     """Too few SMs to share a long row: a block that reads it twice is still better than torch."""
     device = replace(KNOWN["sm_89"], multiprocessors=multiprocessors)
@@ -300,7 +322,7 @@ def test_no_variant_makes_way_for_one_that_cannot_run(op: Op, multiprocessors: i
 
 
 @pytest.mark.parametrize("device", ARCHITECTURES)
-@pytest.mark.parametrize("op", ALL_OPS)
+@pytest.mark.parametrize("op", ROW_OPS)
 def test_rows_of_2_31_columns_are_refused_with_a_reason(op: Op, device: Any) -> None:
     """Kernels count columns in 32 bits, whatever the length in vectors."""
     for columns in (2**31, 2**31 + 1, 2**31 + 8, 2**33, 2**40 + 1):
@@ -336,7 +358,7 @@ def test_more_rows_than_teams_can_be_numbered_are_taken_in_turns(name: str, devi
 
 
 @pytest.mark.parametrize("device", ARCHITECTURES)
-@pytest.mark.parametrize("op", ALL_OPS)
+@pytest.mark.parametrize("op", ROW_OPS)
 def test_growing_rows_need_few_kernels(op: Op, device: Any) -> None:
     """M is a runtime argument: a server that meets every batch size compiles a handful."""
     for columns in (128, 1024, 4096, 8192, 16384, 65536):
@@ -362,21 +384,33 @@ def test_an_old_gpu_gets_what_torch_has(op: Op) -> None:
 def test_cost_counts_what_must_move(op: Op) -> None:
     args = op.example((16, 64), torch.bfloat16, "cpu")
     rows, weight = 16 * 64 * 2, 64 * 2
+
+    def packed(columns: int) -> int:
+        """Bytes of a row: half a byte for an element, a scale for 16, and one for the row."""
+        return columns // 2 + columns // 16 + 4
+
     expected = {
         "rms_norm": 2 * rows + weight,
         "add_rms_norm": 4 * rows + weight,
         "fused_add_rms_norm_": 4 * rows + weight,
         "rms_norm_backward": 3 * rows + 2 * weight,
+        "nvfp4_linear": 2 * rows + 64 * packed(64),
+        "nvfp4_linear_backward": 2 * rows + 64 * packed(64),
+        # Eight experts, half as wide as a row, all of them used.
+        "nvfp4_moe": 2 * rows + 8 * (64 * packed(64) + 64 * packed(32)),
+        "nvfp4_moe_backward": 3 * rows + 8 * (64 * packed(64) + 64 * packed(32)),
     }
     assert op.cost(*args).bytes == expected[op.name]
     assert op.cost(*args).operations >= 16 * 64
 
 
 def test_examples_are_right_as_they_are() -> None:
+    results = {"rms_norm": 1, "nvfp4_linear": 1, "nvfp4_linear_backward": 1, "nvfp4_moe": 1}
     for op in OPS.values():
-        args = op.example((3, 4, 16), torch.float32, "cpu")
+        shape = (3, 4, 16) if op.name in ROW_NAMES else (3, 32)
+        args = op.example(shape, torch.float32, "cpu")
         assert op.bind_arguments(*args) == args
-        assert len(truth_of(op.name, args)) == 1 + (op.name != "rms_norm")
+        assert len(truth_of(op.name, args)) == results.get(op.name, 2)
 
 
 def test_forgetting_plans_changes_no_answer() -> None:

@@ -1,5 +1,7 @@
-"""Drop-in modules: subclasses of torch's own, so that state dicts and isinstance keep working."""
+"""Modules over our ops. What has a twin in torch is a subclass of it, and loads its state dicts."""
 
+from gristmill.nn.nvfp4_linear import NVFP4Linear
+from gristmill.nn.nvfp4_moe import NVFP4MoE
 from gristmill.nn.rms_norm import RMSNorm
 
-__all__ = ["RMSNorm"]
+__all__ = ["NVFP4Linear", "NVFP4MoE", "RMSNorm"]

@@ -79,6 +79,10 @@ class Op:
     defaults: Arguments
     gradient: Gradient | None = None
     autocast: Callable[..., Arguments] | None = None
+    autocast_keys: tuple[str, ...] = ("AutocastCUDA",)
+    # The public function and how its arguments become the op's, where the two are not the same.
+    function: Callable[..., Any] | None = None
+    adapt: Callable[..., Arguments] | None = None
     _plans: dict[Hashable, Plan] = field(default_factory=dict, init=False, repr=False)
     _key: Callable[..., Hashable] = field(init=False, repr=False)
     _function: Any = field(default=None, init=False, repr=False)
@@ -195,17 +199,18 @@ class Op:
             self._function = _function(self.name, self.run, gradient)
         self._key = _key_function(self.overload._schema)
         if self.autocast is not None:
-            self._define_autocast(self.autocast)
+            for key in self.autocast_keys:
+                self._define_autocast(self.autocast, key)
 
-    def _define_autocast(self, adapt: Callable[..., Arguments]) -> None:
+    def _define_autocast(self, adapt: Callable[..., Arguments], key: str) -> None:
+        keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+
         def autocast(*args: Any) -> Any:
             values = adapt(*self._completed(args))
-            with torch._C._ExcludeDispatchKeyGuard(
-                torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
-            ):
+            with torch._C._ExcludeDispatchKeyGuard(keys):
                 return self.overload(*values)
 
-        LIBRARY.impl(self.name, autocast, "AutocastCUDA")
+        LIBRARY.impl(self.name, autocast, key)
 
     def _completed(self, args: Arguments) -> Arguments:
         """The dispatcher leaves out trailing arguments that equal their defaults."""

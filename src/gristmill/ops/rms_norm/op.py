@@ -10,10 +10,11 @@ from gristmill.errors import ArgumentError
 from gristmill.ops import inline
 from gristmill.ops.direct import is_direct, needs_grad
 from gristmill.ops.op import Gradient, Op, no_second_gradient
+from gristmill.ops.plain import Reference
 from gristmill.ops.rms_norm import cases, problem, reference, semantics
 from gristmill.ops.rms_norm.cuda import FORWARD_VARIANTS
 from gristmill.ops.rms_norm.cuda_backward import BACKWARD_VARIANTS
-from gristmill.ops.rms_norm.plain import Library, LibraryBackward, Reference
+from gristmill.ops.rms_norm.plain import Library, LibraryBackward
 
 _OPTIONS = (
     'Tensor? weight=None, float? eps=1e-6, float weight_offset=0.0, str casting="once", '

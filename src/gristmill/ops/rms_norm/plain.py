@@ -1,4 +1,4 @@
-"""The variants without kernels of ours: torch's own ops, and the reference."""
+"""The variants that run torch's own ops."""
 
 from __future__ import annotations
 
@@ -8,26 +8,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from gristmill.ops.plain import laid_out
 from gristmill.ops.rms_norm import semantics
 from gristmill.select.problem import Problem
 from gristmill.select.variant import Variant
-
-
-class Reference(Variant):
-    """The formula in plain PyTorch, wherever PyTorch runs."""
-
-    name = "reference"
-    summary = "the formula in plain PyTorch"
-
-    def __init__(self, function: Callable[..., Any], outputs: Callable[..., Any]) -> None:
-        self._function = function
-        self._outputs = outputs
-
-    def supports(self, problem: Problem) -> str | None:
-        return None
-
-    def bind(self, problem: Problem, config: None) -> Callable[..., Any]:
-        return _laid_out(self._function, self._outputs)
 
 
 class Library(Variant):
@@ -50,8 +34,8 @@ class Library(Variant):
 
     def bind(self, problem: Problem, config: None) -> Callable[..., Any]:
         if problem.op == "add_rms_norm":
-            return _laid_out(_library_add, semantics.outputs_add)
-        return _laid_out(_library_forward, semantics.outputs_forward)
+            return laid_out(_library_add, semantics.outputs_add)
+        return laid_out(_library_forward, semantics.outputs_forward)
 
 
 class LibraryBackward(Variant):
@@ -74,7 +58,7 @@ class LibraryBackward(Variant):
         return None
 
     def bind(self, problem: Problem, config: None) -> Callable[..., Any]:
-        return _laid_out(_library_backward, semantics.outputs_backward)
+        return laid_out(_library_backward, semantics.outputs_backward)
 
 
 def _library_forward(
@@ -115,39 +99,3 @@ def _library_backward(
     _, rstd = torch.ops.aten._fused_rms_norm(x, shape, weight, semantics.epsilon(eps, x.dtype))
     dx, dweight = torch.ops.aten._fused_rms_norm_backward(dy, x, shape, rstd, weight, [True, want])
     return dx if dsum is None else dx + dsum, dweight if want else x.new_empty(0)
-
-
-def _laid_out(function: Callable[..., Any], outputs: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with the dtypes and strides that the op promises; copies only where they differ.
-
-    A plan serves calls of one layout, so what is promised is found out once, at the first call.
-    """
-    promised: tuple[torch.Tensor, ...] = ()
-
-    def plan(*args: Any) -> Any:
-        nonlocal promised
-        result = function(*args)
-        if result is None:
-            return None
-        results = (result,) if isinstance(result, torch.Tensor) else result
-        if not promised:
-            expected = outputs(*args)
-            expected = (expected,) if isinstance(expected, torch.Tensor) else expected
-            # Bound at once and whole: other threads may make their first call now, too.
-            promised = tuple(
-                torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
-                for one in expected
-            )
-        laid_out = tuple(_as(one, other) for one, other in zip(results, promised, strict=True))
-        return laid_out[0] if isinstance(result, torch.Tensor) else laid_out
-
-    return plan
-
-
-def _as(result: torch.Tensor, promised: torch.Tensor) -> torch.Tensor:
-    if result.stride() == promised.stride() and result.dtype == promised.dtype:
-        return result
-    out = torch.empty_strided(
-        promised.shape, promised.stride(), dtype=promised.dtype, device=result.device
-    )
-    return out.copy_(result)

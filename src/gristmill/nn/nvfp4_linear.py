@@ -1,0 +1,134 @@
+"""A linear layer with an NVFP4 weight as a module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+from typing import TYPE_CHECKING
+
+import torch
+
+from gristmill.errors import ArgumentError, DtypeError
+from gristmill.formats.nvfp4 import NVFP4Tensor, quantize
+from gristmill.nn.nvfp4_module import NVFP4Module
+from gristmill.ops.nvfp4_linear import linear_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from gristmill.checkpoints import Checkpoint
+
+
+class NVFP4Linear(NVFP4Module):
+    r"""A linear layer over an NVFP4 weight; runs :func:`gristmill.nvfp4.linear`.
+
+    .. math:: y = x W^T + bias
+
+    The weight is frozen: buffers ``weight`` (uint8 ``(N, K / 2)``), ``weight_scale`` (E4M3
+    ``(N, K / 16)``) and ``weight_scale_2`` (fp32 ``(N,)``), named as ModelOpt names them, so that a
+    layer of its checkpoints loads as a state dict. The gradient of x passes through, and the bias
+    is a parameter: adapters beside the layer train.
+
+    Args:
+        in_features: K, a multiple of 16.
+        out_features: N.
+        bias: whether there is one.
+        device: where to put everything.
+        dtype: of the bias. The weight has none: `.to(dtype)` leaves it as it is.
+
+    A new layer is all zeros; see :meth:`from_linear` and :meth:`from_checkpoint`.
+    """
+
+    weight: torch.Tensor
+    weight_scale: torch.Tensor
+    weight_scale_2: torch.Tensor
+    bias: torch.nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self._hold_zeros("", (out_features, in_features), device)
+        zeros = torch.zeros(out_features, device=device, dtype=dtype) if bias else None
+        self.bias = None if zeros is None else torch.nn.Parameter(zeros)
+
+    @classmethod
+    def from_linear(cls, linear: torch.nn.Linear, *, method: str = "amax") -> Self:
+        """`linear` with its weight quantised by :func:`gristmill.nvfp4.quantize`.
+
+        The bias is copied; whether it is trained stays the same.
+        """
+        if not isinstance(linear, torch.nn.Linear):
+            raise DtypeError(
+                f"NVFP4Linear.from_linear: linear must be a torch.nn.Linear, "
+                f"got {type(linear).__name__}"
+            )
+        layer = cls._of(quantize(linear.weight.detach(), method=method), linear.bias)
+        return layer.train(linear.training)
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        checkpoint: Checkpoint | str | PathLike[str],
+        modules: str | Sequence[str],
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Self:
+        """A layer of an NVFP4 checkpoint.
+
+        Args:
+            checkpoint: a :class:`gristmill.checkpoints.Checkpoint` or its folder.
+            modules: the layer's name in it, or several names: their rows one after the other, each
+                with its own global scale, as in a fused q, k and v.
+            device: where to load it.
+            dtype: of the bias; as stored by default.
+        """
+        from gristmill.checkpoints import Checkpoint
+
+        opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
+        names = [modules] if isinstance(modules, str) else list(modules)
+        place = torch.device("cpu" if device is None else device)
+        weight = opened.fused(names, place) if len(names) > 1 else opened.linear(names[0], place)
+        biased = [name for name in names if f"{name}.bias" in opened]
+        if biased and len(biased) < len(names):
+            bare = next(name for name in names if name not in biased)
+            raise ArgumentError(
+                f"NVFP4Linear.from_checkpoint: {biased[0]} has a bias and {bare} has none; layers "
+                f"can be fused where all of them have one or none has"
+            )
+        bias = None
+        if biased:
+            bias = torch.cat([opened.tensor(f"{name}.bias", place) for name in names])
+            bias = bias if dtype is None else bias.to(dtype)
+        return cls._of(weight, bias)
+
+    @classmethod
+    def _of(cls, weight: NVFP4Tensor, bias: torch.Tensor | None) -> Self:
+        rows, columns = weight.shape
+        layer = cls(columns, rows, bias=False, device="meta")
+        layer._hold("", weight)
+        if bias is not None:
+            trained = bias.requires_grad if isinstance(bias, torch.nn.Parameter) else True
+            layer.bias = torch.nn.Parameter(bias.detach().clone(), requires_grad=trained)
+        return layer
+
+    @property
+    def weight4(self) -> NVFP4Tensor:
+        """The weight, sharing the buffers' memory."""
+        return self._held("")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear_of(x, self.weight, self.weight_scale, self.weight_scale_2, self.bias)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}"
+        )

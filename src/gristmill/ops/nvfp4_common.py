@@ -1,0 +1,195 @@
+"""What the NVFP4 ops share: a weight by its parts, its checks, and its values piece by piece.
+
+A whole weight in 16 bits is 3.6 times its packed self, so nothing here ever holds one, save the
+references: weights are decoded piece by piece, each with all that is made beside it within
+`PIECE_BYTES`. A single row (or block of columns) is decoded whole, however long it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from gristmill.errors import ArgumentError, DtypeError
+from gristmill.formats.nvfp4 import tiles
+from gristmill.formats.nvfp4.tensor import (
+    BLOCK,
+    LAYOUTS,
+    TILES,
+    NVFP4Tensor,
+    PackedNVFP4,
+    decode_blocks,
+    scales_in_rows,
+)
+from gristmill.ops import checks
+
+PIECE_BYTES = 32 << 20
+EVERY = slice(None)
+
+
+class Weight(NamedTuple):
+    """The parts of a weight ``(N, K)``, or of a stack ``(E, N, K)``, as the ops take them."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    row_scale: torch.Tensor
+    layout: str
+
+    @property
+    def rows(self) -> int:
+        return self.codes.shape[-2]
+
+    @property
+    def columns(self) -> int:
+        return self.codes.shape[-1] * 2
+
+    def whole(self, dtype: torch.dtype) -> torch.Tensor:
+        """All values, rounded once."""
+        scales = scales_in_rows(self.scales, self.rows, self.columns, self.layout)
+        return decode_blocks(self.codes, scales, dtype) * self.row_scale.unsqueeze(-1)
+
+    def expert(self, number: int) -> Weight:
+        """One matrix of a stack."""
+        return Weight(self.codes[number], self.scales[number], self.row_scale[number], self.layout)
+
+    def blocks(
+        self,
+        dtype: torch.dtype,
+        rows: range | None = None,
+        columns: range | None = None,
+        experts: slice | torch.Tensor = EVERY,
+    ) -> torch.Tensor:
+        """Values without the row scale, exact: of some rows, columns and matrices of a stack.
+
+        Columns come in whole blocks. Matrices are named by a slice or by an index tensor.
+        """
+        rows = range(self.rows) if rows is None else rows
+        columns = range(self.columns) if columns is None else columns
+        wide = range(columns.start // BLOCK, columns.stop // BLOCK)
+        codes = self.codes[..., rows.start : rows.stop, columns.start // 2 : columns.stop // 2]
+        if self.layout == TILES:
+            scales = tiles.take(_chosen(self.scales, experts), rows, wide, self.columns // BLOCK)
+        else:
+            part = self.scales[..., rows.start : rows.stop, wide.start : wide.stop]
+            scales = _chosen(part, experts)
+        return decode_blocks(_chosen(codes, experts), scales, dtype)
+
+    def levelled(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The row scales as a part of at most one and the largest of each matrix.
+
+        Where a matrix has one global scale the parts are exactly one, so that values multiplied by
+        them stay exact in 16 bits.
+        """
+        top = self.row_scale.abs().amax(-1, keepdim=True)
+        return self.row_scale / torch.where(top > 0, top, 1.0), top
+
+
+def _chosen(stack: torch.Tensor, experts: slice | torch.Tensor) -> torch.Tensor:
+    if isinstance(experts, torch.Tensor):
+        # By bytes: not every torch selects fp8.
+        raw = stack.view(torch.uint8).index_select(0, experts)
+        return raw.view(stack.dtype)
+    return stack if experts == EVERY else stack[experts]
+
+
+def pieces(total: int, most: int, least: int = 1) -> Iterator[range]:
+    """`range(total)` in ranges of at most `most` and at least `least`, of whole blocks if of many.
+
+    `least` is one, or a block where blocks cannot be taken apart.
+    """
+    size = max(least, most)
+    if BLOCK < size < total:
+        size -= size % BLOCK
+    for start in range(0, total, size):
+        yield range(start, min(start + size, total))
+
+
+def decoding_bytes(dtype: torch.dtype) -> int:
+    """The most that decoding takes per value: itself, half an int32 index, a part of a scale."""
+    return dtype.itemsize + 3
+
+
+def arithmetic(tensor: torch.Tensor) -> torch.dtype:
+    """In which dtype products are taken: on a GPU in the tensor's own, on a CPU in fp32."""
+    return tensor.dtype if tensor.is_cuda else torch.float32
+
+
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``a @ b`` in fp32 of matrices, or of stacks of them; `b` has the dtype of the arithmetic."""
+    a = a.to(b.dtype)
+    multiply = torch.mm if b.dim() == 2 else torch.bmm
+    if b.dtype == torch.float32:
+        return multiply(a, b)
+    return multiply(a, b, out_dtype=torch.float32)
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums and products in the references."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def parts_of(op: str, name: str, weight: Any) -> Weight:
+    """The parts of what users hold."""
+    if isinstance(weight, NVFP4Tensor):
+        return Weight(weight.codes, weight.scales, weight.row_scale, "rows")
+    if isinstance(weight, PackedNVFP4):
+        return Weight(weight.codes, weight.scales, weight.row_scale, weight.layout)
+    raise DtypeError(
+        f"{op}: {name} must be an NVFP4Tensor or a PackedNVFP4, got {type(weight).__name__}; "
+        f"gristmill.nvfp4.quantize makes one of a tensor"
+    )
+
+
+def check_weight(op: str, prefix: str, weight: Weight, dims: int, device: torch.device) -> None:
+    """That the parts are tensors of a weight of `dims` dims, and fit together."""
+    codes, scales, row_scale, layout = weight
+    dtypes = (torch.uint8, torch.float8_e4m3fn, torch.float32)
+    for name, value, dtype in zip(weight._fields, weight, dtypes, strict=False):
+        _check_part(op, prefix + name, value, dtype, device)
+    checks.one_of(op, "layout", layout, LAYOUTS)
+    shape = "(N, K / 2)" if dims == 2 else "(E, N, K / 2)"
+    if codes.dim() != dims:
+        hint = "; a stack of weights is for nvfp4.moe" if codes.dim() == 3 else ""
+        raise ArgumentError(
+            f"{op}: {prefix}codes must have shape {shape}, got {tuple(codes.shape)}{hint}"
+        )
+    if codes.shape[-1] % (BLOCK // 2):
+        raise ArgumentError(
+            f"{op}: {prefix}codes must have shape {shape} with K a multiple of {BLOCK}, "
+            f"got {tuple(codes.shape)}"
+        )
+    *stack, rows, columns = *codes.shape[:-1], weight.columns // BLOCK
+    wanted = (*stack, rows, columns)
+    if layout == TILES:
+        tall, wide = tiles.padded(rows, columns)
+        wanted = (*stack, tall * wide)
+    if tuple(scales.shape) != wanted:
+        raise ArgumentError(
+            f"{op}: {prefix}scales must have shape {wanted} in layout {layout!r} beside codes "
+            f"{tuple(codes.shape)}, got {tuple(scales.shape)}"
+        )
+    if row_scale.shape != codes.shape[:-1]:
+        raise ArgumentError(
+            f"{op}: {prefix}row_scale must have shape {tuple(codes.shape[:-1])}, one for each row, "
+            f"got {tuple(row_scale.shape)}"
+        )
+
+
+def _check_part(op: str, name: str, value: Any, dtype: torch.dtype, device: torch.device) -> None:
+    got = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+    if got != dtype:
+        raise DtypeError(f"{op}: {name} must be a tensor of {dtype}, got {got}")
+    checks.same_device(op, name, value, "the input", device)
+
+
+def frozen(op: str, ctx: Any, positions: dict[int, str]) -> None:
+    """For the parts of a weight, which have no gradient: say so rather than give none."""
+    for position, name in positions.items():
+        # Of trailing arguments that equal their defaults the dispatcher tells nothing.
+        if any(ctx.needs_input_grad[position : position + 1]):
+            raise ArgumentError(
+                f"{op}: {name} requires a gradient, but NVFP4 weights are frozen and have none; "
+                f"pass {name}.detach()"
+            )

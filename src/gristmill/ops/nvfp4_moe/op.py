@@ -1,0 +1,234 @@
+"""NVFP4 mixture of experts: the ops, the gradient, and the functions that users call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gristmill.errors import ArgumentError
+from gristmill.formats.nvfp4 import NVFP4Tensor, PackedNVFP4
+from gristmill.ops.direct import is_direct, needs_grad
+from gristmill.ops.nvfp4_common import frozen, parts_of
+from gristmill.ops.nvfp4_linear.op import AUTOCAST_KEYS, as_it_is, lowered
+from gristmill.ops.nvfp4_moe import cases, problem, reference, semantics
+from gristmill.ops.nvfp4_moe.library import Library
+from gristmill.ops.op import Arguments, Gradient, Op, no_second_gradient
+from gristmill.ops.plain import Reference
+
+_STACKS = (
+    "Tensor w13_codes, Tensor w13_scales, Tensor w13_row_scale, "
+    "Tensor w2_codes, Tensor w2_scales, Tensor w2_row_scale"
+)
+
+
+def moe(
+    hidden_states: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    w13: NVFP4Tensor | PackedNVFP4,
+    w2: NVFP4Tensor | PackedNVFP4,
+    *,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+    activation: str = "silu",
+    limit: float | None = None,
+    expert_map: torch.Tensor | None = None,
+) -> torch.Tensor:
+    r"""The experts of a mixture, with NVFP4 weights.
+
+    .. math:: y = \sum_j t_j \, (W2_{e_j} h_j + b2_{e_j}), \qquad
+              (g_j, u_j) = W13_{e_j} x + b13_{e_j}, \quad h_j = \mathrm{act}(g_j, u_j)
+
+    for each row x of `hidden_states`, with the experts e of its row of `topk_ids` and their weights
+    t. ``"silu"`` is :math:`g \, \sigma(g) \, u`, ``"gelu"`` is :math:`g \, \Phi(g) \, u` (with erf)
+    and ``"swiglu_oai"`` is :math:`g \, \sigma(1.702 g) (u + 1)`.
+
+    Args:
+        hidden_states: ``(M, H)`` of fp32, bf16, fp16 or fp64, with any strides.
+        topk_weights: ``(M, k)`` of any of these dtypes.
+        topk_ids: int32 or int64 ``(M, k)``. An id of -1, or of no expert here, takes no part.
+        w13: weights ``(E, 2 * I, H)``, the rows of the gate before those of up; H and I are
+            multiples of 16.
+        w2: weights ``(E, H, I)``, in the same layout.
+        w13_bias, w2_bias: ``(E, 2 * I)`` and ``(E, H)`` of any float dtype, or None.
+        activation: ``"silu"``, ``"gelu"`` or ``"swiglu_oai"``.
+        limit: before the activation, gate is cut at `limit` from above and up at plus and minus
+            `limit`; None cuts nothing.
+        expert_map: int32 or int64 ``(experts of the model,)``: where the weights of each expert
+            lie in w13 and w2, or -1 where they are not here. None: ids are places.
+
+    Returns:
+        ``(M, H)`` of the dtype of `hidden_states`, contiguous. Sums are taken in fp32 (fp64 for
+        fp64); h is rounded to that dtype, and y at its end, in a fixed order of sums. Under
+        autocast `hidden_states` become autocast's dtype. Differentiable once, in `hidden_states`
+        and `topk_weights`; weights and biases are frozen.
+    """
+    return moe_of(
+        *_arguments(
+            hidden_states,
+            topk_weights,
+            topk_ids,
+            w13,
+            w2,
+            w13_bias=w13_bias,
+            w2_bias=w2_bias,
+            activation=activation,
+            limit=limit,
+            expert_map=expert_map,
+        )
+    )
+
+
+def moe_of(
+    hidden_states: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    w13_codes: torch.Tensor,
+    w13_scales: torch.Tensor,
+    w13_row_scale: torch.Tensor,
+    w2_codes: torch.Tensor,
+    w2_scales: torch.Tensor,
+    w2_row_scale: torch.Tensor,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+    activation: str = "silu",
+    limit: float | None = None,
+    expert_map: torch.Tensor | None = None,
+    layout: str = "rows",
+) -> torch.Tensor:
+    """:func:`moe` over the parts of the weights: what modules call, as graphs take tensors.
+
+    Args:
+        w13_codes, w2_codes: uint8 ``(E, N, K / 2)``.
+        w13_scales, w2_scales: E4M3 ``(E, N, K / 16)``, or in layout ``"tiles"`` as
+            :func:`gristmill.nvfp4.swizzle` gives them.
+        w13_row_scale, w2_row_scale: fp32 ``(E, N)``, the global scale of each row.
+        others: as in :func:`moe`.
+    """
+    routing = (hidden_states, topk_weights, topk_ids)
+    w13 = (w13_codes, w13_scales, w13_row_scale)
+    w2 = (w2_codes, w2_scales, w2_row_scale)
+    biases = (w13_bias, w2_bias)
+    args = (*routing, *w13, *w2, *biases, activation, limit, expert_map, layout)
+    if torch.compiler.is_compiling():
+        result: torch.Tensor = NVFP4_MOE.overload(*args)
+    else:
+        result = NVFP4_MOE.call((*routing, *w13, *w2, *biases, expert_map), args)
+    return result
+
+
+def moe_backward(dy: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    r"""The gradients of :func:`moe_of` for `hidden_states` and `topk_weights`.
+
+    `args` are those of the forward call, all of them; what it made on the way is made again. With
+    :math:`d_j = W2_{e_j}^T dy`,
+
+    .. math:: dt_j = d_j \cdot h_j + dy \cdot b2_{e_j}, \qquad
+              dx = \sum_j W13_{e_j}^T \, \mathrm{act}'(g_j, u_j; t_j d_j)
+
+    Returns ``(dhidden_states, dtopk_weights)``, like those, contiguous.
+    """
+    tensors = [arg for arg in (dy, *args) if isinstance(arg, torch.Tensor)]
+    if is_direct(*tensors) and not needs_grad(*tensors):
+        result: tuple[torch.Tensor, torch.Tensor] = NVFP4_MOE_BACKWARD.run(dy, *args)
+    else:
+        result = NVFP4_MOE_BACKWARD.dispatch(dy, *args)
+    return result
+
+
+def _arguments(
+    hidden_states: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    w13: NVFP4Tensor | PackedNVFP4,
+    w2: NVFP4Tensor | PackedNVFP4,
+    *,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+    activation: str = "silu",
+    limit: float | None = None,
+    expert_map: torch.Tensor | None = None,
+) -> Arguments:
+    wide, back = parts_of("nvfp4_moe", "w13", w13), parts_of("nvfp4_moe", "w2", w2)
+    if wide.layout != back.layout:
+        raise ArgumentError(
+            f"nvfp4_moe: w13 and w2 must have one layout, got {wide.layout!r} and {back.layout!r}; "
+            f"call prepare() on both or on neither"
+        )
+    routing = (hidden_states, topk_weights, topk_ids)
+    options = (w13_bias, w2_bias, activation, limit, expert_map, wide.layout)
+    return (*routing, *wide[:3], *back[:3], *options)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    names = ("w13_scales", "w13_row_scale", "w2_codes", "w2_scales", "w2_row_scale")
+    positions = dict(enumerate((*names, "w13_bias", "w2_bias"), start=4))
+    frozen("nvfp4_moe", ctx, positions)
+    *tensors, activation, limit, expert_map, layout = inputs
+    ctx.save_for_backward(*tensors, expert_map)
+    ctx.options = activation, limit, layout
+
+
+def _backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+    *tensors, expert_map = ctx.saved_tensors
+    activation, limit, layout = ctx.options
+    dx, dweights = moe_backward(dy, *tensors, activation, limit, expert_map, layout)
+    found = [
+        gradient if needed else None
+        for gradient, needed in zip((dx, dweights), ctx.needs_input_grad, strict=False)
+    ]
+    return *found, *[None] * 13
+
+
+def _autocast(hidden_states: torch.Tensor, *others: Any) -> Arguments:
+    return lowered(hidden_states), *others
+
+
+NVFP4_MOE = Op(
+    name="nvfp4_moe",
+    schema=(
+        f"(Tensor hidden_states, Tensor topk_weights, Tensor topk_ids, {_STACKS}, "
+        'Tensor? w13_bias=None, Tensor? w2_bias=None, str activation="silu", float? limit=None, '
+        'Tensor? expert_map=None, str layout="rows") -> Tensor'
+    ),
+    summary="the experts of a mixture, with NVFP4 weights",
+    check=semantics.check_forward,
+    outputs=semantics.outputs_forward,
+    reference=reference.nvfp4_moe,
+    problem_on=problem.forward_problem,
+    cost=cases.forward_cost,
+    cases=cases.forward_cases,
+    example=cases.forward_example,
+    variants=(Library(), Reference(reference.nvfp4_moe, semantics.outputs_forward)),
+    defaults=(None, None, "silu", None, None, "rows"),
+    gradient=Gradient(_save, _backward),
+    autocast=_autocast,
+    autocast_keys=AUTOCAST_KEYS,
+    function=moe,
+    adapt=_arguments,
+)
+
+NVFP4_MOE_BACKWARD = Op(
+    name="nvfp4_moe_backward",
+    schema=(
+        "(Tensor dy, Tensor hidden_states, Tensor topk_weights, Tensor topk_ids, "
+        f"{_STACKS}, Tensor? w13_bias, Tensor? w2_bias, str activation, float? limit, "
+        "Tensor? expert_map, str layout) -> (Tensor, Tensor)"
+    ),
+    summary="the gradients of nvfp4_moe for hidden_states and topk_weights",
+    check=semantics.check_backward,
+    outputs=semantics.outputs_backward,
+    reference=reference.nvfp4_moe_backward,
+    problem_on=problem.backward_problem,
+    cost=cases.backward_cost,
+    cases=cases.backward_cases,
+    example=cases.backward_example,
+    variants=(Library(), Reference(reference.nvfp4_moe_backward, semantics.outputs_backward)),
+    defaults=(),
+    gradient=no_second_gradient(
+        "nvfp4_moe_backward", "torch.nn.functional.linear over nvfp4.dequantize"
+    ),
+    autocast=as_it_is,
+    autocast_keys=AUTOCAST_KEYS,
+)

@@ -1,0 +1,64 @@
+"""The variant that every op has: its reference; and results laid out as the op promises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gristmill.select.problem import Problem
+from gristmill.select.variant import Variant
+
+
+class Reference(Variant):
+    """The formula in plain PyTorch, wherever PyTorch runs."""
+
+    name = "reference"
+    summary = "the formula in plain PyTorch"
+
+    def __init__(self, function: Callable[..., Any], outputs: Callable[..., Any]) -> None:
+        self._function = function
+        self._outputs = outputs
+
+    def supports(self, problem: Problem) -> str | None:
+        return None
+
+    def bind(self, problem: Problem, config: None) -> Callable[..., Any]:
+        return laid_out(self._function, self._outputs)
+
+
+def laid_out(function: Callable[..., Any], outputs: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with the dtypes and strides that the op promises; copies only where they differ.
+
+    A plan serves calls of one layout, so what is promised is found out once, at the first call.
+    """
+    promised: tuple[torch.Tensor, ...] = ()
+
+    def plan(*args: Any) -> Any:
+        nonlocal promised
+        result = function(*args)
+        if result is None:
+            return None
+        results = (result,) if isinstance(result, torch.Tensor) else result
+        if not promised:
+            expected = outputs(*args)
+            expected = (expected,) if isinstance(expected, torch.Tensor) else expected
+            # Bound at once and whole: other threads may make their first call now, too.
+            promised = tuple(
+                torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
+                for one in expected
+            )
+        laid_out = tuple(_as(one, other) for one, other in zip(results, promised, strict=True))
+        return laid_out[0] if isinstance(result, torch.Tensor) else laid_out
+
+    return plan
+
+
+def _as(result: torch.Tensor, promised: torch.Tensor) -> torch.Tensor:
+    if result.stride() == promised.stride() and result.dtype == promised.dtype:
+        return result
+    out = torch.empty_strided(
+        promised.shape, promised.stride(), dtype=promised.dtype, device=result.device
+    )
+    return out.copy_(result)

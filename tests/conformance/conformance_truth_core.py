@@ -1,0 +1,64 @@
+"""How far a result is from what an op must answer.
+
+Where an op prescribes that a value is rounded on its way (the normalised value under "llama", say),
+the truth is the range of what may come of it: a sum taken in fp32 is off by a few units in the last
+place, and next to a tie that decides which way the rounding goes. Elsewhere the range is a single
+number.
+
+Errors are counted in roundings: one rounding of the result to its dtype, plus one rounding of the
+accumulator applied to the terms that were added up (they may be larger than their sum).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+Tensor = torch.Tensor
+
+# By how many roundings of the accumulator a value may be off before it is rounded on the way.
+BEFORE_ROUNDING = 8
+
+
+def unit(dtype: torch.dtype) -> float:
+    """The largest relative error of one rounding. The truth is itself in fp64, hence the 8."""
+    return torch.finfo(dtype).eps / 2 * (8 if dtype == torch.float64 else 1)
+
+
+@dataclass(frozen=True)
+class Truth:
+    """One result: what it must be, and the size of its terms. `exact`: not a bit may differ."""
+
+    low: Tensor
+    high: Tensor
+    terms: Tensor
+    accumulator: torch.dtype
+    exact: bool = False
+
+    def roundings(self, actual: Tensor, *, composed: bool | torch.dtype = False) -> float:
+        """The largest error of `actual`, in roundings.
+
+        `composed`: the result was put together from results of several kernels, each rounded to
+        its dtype (or to the one named), so that every term carries a rounding of that dtype.
+        """
+        assert actual.shape == self.low.shape
+        if actual.numel() == 0:
+            return 0.0
+        value = actual.double()
+        if not bool(value.isfinite().all()):
+            return float("inf")
+        error = (self.low - value).clamp(min=0) + (value - self.high).clamp(min=0)
+        if self.exact:
+            return 0.0 if not bool(error.any()) else float("inf")
+        size = torch.maximum(self.low.abs(), self.high.abs())
+        size = size.clamp(min=torch.finfo(actual.dtype).tiny)
+        each = self.accumulator
+        if composed:
+            each = composed if isinstance(composed, torch.dtype) else actual.dtype
+        allowed = unit(actual.dtype) * size + unit(each) * self.terms
+        return float((error / allowed).max())
+
+
+def accumulator_of(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
