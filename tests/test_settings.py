@@ -26,6 +26,7 @@ def test_defaults() -> None:
     found = reload_settings()
     assert found.cache_dir == Path("/home/someone/.cache/gristmill")
     assert (found.jit, found.table, found.log, dict(found.use)) == (True, True, "warning", {})
+    assert found.vllm == frozenset()
 
 
 def test_each_variable_is_read(environment) -> None:
@@ -34,12 +35,14 @@ def test_each_variable_is_read(environment) -> None:
     environment.setenv("GRISTMILL_USE", " rms_norm:cuda_block , add_rms_norm:library,")
     environment.setenv("GRISTMILL_TABLE", "OFF")
     environment.setenv("GRISTMILL_LOG", "debug")
+    environment.setenv("GRISTMILL_VLLM", "nvfp4, Norms,")
     found = reload_settings()
     assert found.cache_dir == Path("/home/someone/kernels")
     assert found.jit is False
     assert dict(found.use) == {"rms_norm": "cuda_block", "add_rms_norm": "library"}
     assert found.table is False
     assert found.log == "debug"
+    assert found.vllm == {"norms", "nvfp4"}
     assert logger.getEffectiveLevel() == logging.DEBUG
 
 
@@ -97,6 +100,8 @@ def test_empty_means_unset(environment) -> None:
         ("GRISTMILL_USE", "rms_norm", ["GRISTMILL_USE", "'rms_norm'", "op:variant"]),
         ("GRISTMILL_USE", "a:b:c", ["GRISTMILL_USE", "'a:b:c'", "op:variant"]),
         ("GRISTMILL_USE", "a:b,a:c", ["GRISTMILL_USE", "twice", "b and c"]),
+        ("GRISTMILL_VLLM", "nvfp4,norm", ["GRISTMILL_VLLM", "'norm'", "did you mean norms"]),
+        ("GRISTMILL_VLLM", "on", ["GRISTMILL_VLLM", "'on'", "norms, nvfp4"]),
     ],
 )
 def test_mistakes_are_named(environment, name: str, value: str, words: list[str]) -> None:

@@ -60,7 +60,15 @@ LOG = Variable(
     "warning",
     "the level of the logger named gristmill",
 )
-VARIABLES = (CACHE_DIR, JIT, USE, TABLE, LOG)
+VLLM = Variable(
+    "GRISTMILL_VLLM",
+    "a comma list of norms and nvfp4",
+    "",
+    "what vLLM takes from gristmill without being asked: its RMSNorm, its NVFP4 layers",
+)
+VARIABLES = (CACHE_DIR, JIT, USE, TABLE, LOG, VLLM)
+
+VLLM_PARTS = ("norms", "nvfp4")
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,7 @@ class Settings:
     use: Mapping[str, str]
     table: bool
     log: str
+    vllm: frozenset[str]
 
 
 _current: Settings | None = None
@@ -106,6 +115,7 @@ def _parse(environment: Mapping[str, str]) -> Settings:
         use=_use(_text(environment, USE)),
         table=_word(environment, TABLE) == "on",
         log=_word(environment, LOG),
+        vllm=_vllm(_text(environment, VLLM)),
     )
 
 
@@ -134,6 +144,16 @@ def _use(text: str) -> Mapping[str, str]:
         if forced.setdefault(op, variant) != variant:
             raise SettingsError(f"{USE.name} names {op} twice: {forced[op]} and {variant}")
     return MappingProxyType(forced)
+
+
+def _vllm(text: str) -> frozenset[str]:
+    parts = frozenset(filter(None, (piece.strip().lower() for piece in text.split(","))))
+    for part in sorted(parts - set(VLLM_PARTS)):
+        raise SettingsError(
+            f"{VLLM.name}: {part!r} is not allowed{_meant(part, list(VLLM_PARTS))}; "
+            f"it takes any of: {', '.join(VLLM_PARTS)}"
+        )
+    return parts
 
 
 def _cache_dir(environment: Mapping[str, str]) -> Path:

@@ -87,7 +87,8 @@ def test_doctor_tells_everything(run: Run) -> None:
         assert 0 <= op["check"]["error"] < 2**-6
         assert op["chosen"] in ("library", "reference")
         refused = [row for row in op["variants"] if row["status"] == "unsupported"]
-        assert refused
+        kernels = [row for row in op["variants"] if row["variant"].startswith("cuda_")]
+        assert len(refused) >= len(kernels)
         assert all(row["reason"] for row in refused)
     assert report["broken"] == []
 

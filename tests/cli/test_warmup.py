@@ -50,8 +50,11 @@ def test_the_default_is_few_programs_for_many_shapes() -> None:
     from gristmill.warmup import _jobs
 
     jobs = _jobs(list(OPS), SHAPES, [torch.bfloat16], KNOWN["sm_90a"])
-    assert {problem.op for problem, _ in jobs.values()} == set(OPS)
-    assert len(OPS) <= len(jobs) < len(SHAPES)
+    compiled = {
+        name for name, op in OPS.items() if any(one.name.startswith("cuda_") for one in op.variants)
+    }
+    assert {problem.op for problem, _ in jobs.values()} == compiled
+    assert len(compiled) <= len(jobs) < len(SHAPES)
 
 
 def test_wrong_arguments() -> None:

@@ -35,7 +35,7 @@ from gristmill.settings import VARIABLES, settings
 
 Report = dict[str, Any]
 # Typical of inference, and quick.
-SHAPE, DTYPE = (256, 4096), torch.bfloat16
+SHAPE, DTYPE = (256, 1024), torch.bfloat16
 
 
 def run(*, as_json: bool) -> None:
@@ -153,6 +153,7 @@ def _settings() -> list[Report]:
         "GRISTMILL_USE": ",".join(f"{op}:{variant}" for op, variant in now.use.items()),
         "GRISTMILL_TABLE": "on" if now.table else "off",
         "GRISTMILL_LOG": now.log,
+        "GRISTMILL_VLLM": ",".join(sorted(now.vllm)),
     }
     defaults = {variable.name: variable.default for variable in VARIABLES}
     defaults["GRISTMILL_CACHE_DIR"] = str(Path("~/.cache/gristmill").expanduser())

@@ -1,0 +1,1 @@
+"""Where gristmill plugs into other programs. The rest of the package imports none of this."""

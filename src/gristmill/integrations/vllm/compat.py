@@ -1,0 +1,78 @@
+"""Every name of vLLM that the NVFP4 layers touch, in one place.
+
+The classes here are what those derive from, so they are imported with this module; a vLLM without
+one of them is declined, with a line that says which.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gristmill.integrations.vllm.adapter import declined
+
+try:
+    from vllm.config import get_current_vllm_config_or_none
+    from vllm.model_executor.layers.attention import Attention, MLAAttention
+    from vllm.model_executor.layers.fused_moe import (
+        FusedMoEMethodBase,
+        FusedMoeWeightScaleSupported,
+        RoutedExperts,
+    )
+    from vllm.model_executor.layers.linear import (
+        LinearBase,
+        LinearMethodBase,
+        UnquantizedLinearMethod,
+        register_weight_loader_v2_supported_method,
+    )
+    from vllm.model_executor.parameter import ModelWeightParameter, PerTensorScaleParameter
+except ImportError as error:
+    raise declined(f"lacks a name that the NVFP4 layers need ({error})") from error
+
+__all__ = [
+    "Attention",
+    "FusedMoEMethodBase",
+    "FusedMoeWeightScaleSupported",
+    "LinearBase",
+    "LinearMethodBase",
+    "MLAAttention",
+    "ModelWeightParameter",
+    "PerTensorScaleParameter",
+    "RoutedExperts",
+    "UnquantizedLinearMethod",
+    "add_to_compile_hash",
+    "has_dummy_weights",
+    "kv_cache_method",
+    "register_weight_loader_v2_supported_method",
+]
+
+
+def kv_cache_method(producer: str, config: Any) -> Any:
+    """What vLLM itself uses for the scales of the KV cache in checkpoints of this producer."""
+    if producer == "modelopt":
+        from vllm.model_executor.layers.quantization.modelopt import ModelOptKVCacheMethod
+
+        return ModelOptKVCacheMethod(config)
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+        CompressedTensorsKVCacheMethod,
+    )
+
+    return CompressedTensorsKVCacheMethod(config)
+
+
+def has_dummy_weights() -> bool:
+    """Whether the model being made gets no weights from a checkpoint (`--load-format dummy`)."""
+    config = get_current_vllm_config_or_none()
+    return config is not None and str(config.load_config.load_format) == "dummy"
+
+
+def add_to_compile_hash(name: str, value: str) -> bool:
+    """Make vLLM's cache of compiled graphs depend on `value`, for the model being loaded.
+
+    vLLM hashes its `additional_config`, a dict that is there for what it does not know itself.
+    Returns whether the hash depends on `value` now.
+    """
+    config = get_current_vllm_config_or_none()
+    if config is None or not isinstance(config.additional_config, dict):
+        return False
+    config.additional_config.setdefault("gristmill", {})[name] = value
+    return True

@@ -1,0 +1,225 @@
+"""What linear and expert layers have in common: the tensors that are loaded, by the names of their
+producer; the checks of what came; and the runner that the layer keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch.nn import Parameter
+
+from gristmill.checkpoints.checks import check_block_scales
+from gristmill.checkpoints.names import COMPRESSED_TENSORS, MODELOPT, Names
+from gristmill.errors import ArgumentError, CheckpointError
+from gristmill.formats.nvfp4.tensor import BLOCK, NVFP4Tensor, PackedNVFP4
+from gristmill.integrations.vllm import compat
+from gristmill.log import warn_once
+from gristmill.runners import register_runner
+from gristmill.version import __version__
+
+NAMES = {names.producer: names for names in (MODELOPT, COMPRESSED_TENSORS)}
+ROW_SCALE = "weight_row_scale"
+HELD = "gristmill"  # the submodule of a layer that holds its runner
+
+_NAN, _ONE = 0x7F, 0x38  # of E4M3
+_DUMMY_SCALE = 2.0**-8  # gives dummy weights the size of real ones
+_DUMMY_SEED = 1234
+
+
+def check_columns(prefix: str, what: str, columns: int, whole: int) -> None:
+    """Every rank must get whole blocks of its rows."""
+    if columns % BLOCK == 0:
+        return
+    if columns == whole:
+        raise ArgumentError(
+            f"{prefix}: {what} is {columns}; NVFP4 needs a multiple of {BLOCK}, its block"
+        )
+    raise ArgumentError(
+        f"{prefix}: {what} of {whole} leaves {columns} for each of {whole // columns} ranks, no "
+        f"multiple of {BLOCK}, the block of NVFP4; use fewer tensor-parallel ranks"
+    )
+
+
+def empty_weight(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and block scales of a weight to be loaded; scales are NaN until then."""
+    *stack, columns = shape
+    codes = torch.empty(*stack, columns // 2, dtype=torch.uint8)
+    scales = torch.full((*stack, columns // BLOCK), _NAN, dtype=torch.uint8)
+    return codes, scales.view(torch.float8_e4m3fn)
+
+
+def empty_global_scales(*shape: int) -> torch.Tensor:
+    """NaN until they are loaded."""
+    return torch.full(shape, torch.nan, dtype=torch.float32)
+
+
+def input_scales() -> Parameter:
+    """A place for the scales of activations: takes what a checkpoint has of them, and keeps none.
+
+    Empty, so that vLLM does not count on its being loaded; and kept, for it may come last, when a
+    layer that is loaded again has been processed already.
+    """
+    parameter: Any = Parameter(torch.empty(0), requires_grad=False)
+    parameter.weight_loader = _drop
+    return cast(Parameter, parameter)
+
+
+def _drop(param: Parameter, loaded_weight: torch.Tensor, *others: Any, **named: Any) -> bool:
+    return True
+
+
+def is_loaded(layer: Any, names: Names, stack: str = "") -> bool:
+    """Whether there is something to process: `take` takes away what shows it."""
+    return hasattr(layer, stack + names.global_scale)
+
+
+def take(
+    layer: Any, prefix: str, names: Names, widths: Sequence[int], *, stack: str = "", dummy: bool
+) -> NVFP4Tensor:
+    """The weight that was loaded, checked, with a global scale for each row.
+
+    Codes and block scales stay the layer's; the global scales are taken off it.
+
+    Args:
+        prefix: the layer's name, for errors.
+        widths: the rows of each part of the layer that has a global scale of its own.
+        stack: what the names of the tensors begin with.
+        dummy: nothing was loaded; make something up.
+    """
+    codes, scales, global_scale = (
+        getattr(layer, stack + name).detach()
+        for name in (names.codes, names.scales, names.global_scale)
+    )
+    if dummy:
+        codes.random_(generator=torch.Generator(codes.device).manual_seed(_DUMMY_SEED))
+        scales.view(torch.uint8).fill_(_ONE)
+        factors = torch.full_like(global_scale, _DUMMY_SCALE)
+    else:
+        factors = _factors(f"{prefix}.{stack}{names.global_scale}", global_scale, names.divides)
+        check_block_scales(f"{prefix}.{stack}{names.scales}", scales)
+    factors = factors.reshape(*codes.shape[:-2], len(widths))
+    counts = torch.tensor(widths, device=factors.device)
+    weight = NVFP4Tensor(codes, scales, factors.repeat_interleave(counts, dim=-1))
+    delattr(layer, stack + names.global_scale)
+    return weight
+
+
+def _factors(where: str, scales: torch.Tensor, divides: bool) -> torch.Tensor:
+    missing = int(scales.isnan().sum())
+    if missing:
+        raise CheckpointError(
+            f"{where}: {missing} of {scales.numel()} were never loaded, or are NaN: the checkpoint "
+            f"has this layer, or a part of it, not in NVFP4; if so, its quantization config must "
+            f"name the layer among the ignored ones"
+        )
+    factors = scales.reciprocal() if divides else scales
+    for values in (scales, factors):
+        if not bool(((values > 0) & values.isfinite()).all()):
+            raise CheckpointError(
+                f"{where} must be finite and above zero, got {float(scales.min())} to "
+                f"{float(scales.max())}"
+            )
+    return factors
+
+
+def install(
+    layer: Any,
+    names: Names,
+    weights: dict[str, NVFP4Tensor],
+    make: Callable[..., Any],
+    runner_name: str,
+) -> None:
+    """Give `layer` a runner over `weights`, and the runner's tensors as its parameters.
+
+    A layer that has a runner already is being loaded again: the new values go into the tensors of
+    that runner, whose addresses captured CUDA graphs have and whose id compiled graphs have.
+
+    Args:
+        weights: by what the names of their tensors begin with, in the order `make` takes them.
+        make: the runner's class.
+    """
+    held = getattr(layer, HELD, None)
+    packed = [weight.prepare() for weight in weights.values()]
+    if isinstance(held, HeldRunner) and held.fits(packed):
+        held.load(packed)
+    else:
+        held = HeldRunner(make, tuple(map(_of_parameters, packed)), runner_name)
+        setattr(layer, HELD, held)
+    for stack, weight in zip(weights, held.weights, strict=True):
+        parts = {
+            names.codes: weight.codes,
+            names.scales: weight.scales,
+            ROW_SCALE: weight.row_scale,
+        }
+        for name, part in parts.items():
+            layer.register_parameter(stack + name, part)
+
+
+def _of_parameters(weight: PackedNVFP4) -> PackedNVFP4:
+    codes, scales, row_scale = (
+        Parameter(part, requires_grad=False)
+        for part in (weight.codes, weight.scales, weight.row_scale)
+    )
+    return PackedNVFP4(codes, scales, row_scale, weight.layout)
+
+
+class HeldRunner(torch.nn.Module):
+    """A layer's runner with its id: what keeps it alive, and what a traced `apply` reads.
+
+    A module, for Dynamo takes integers of modules as constants. Its weights are the very parameters
+    of the layer, so that whatever moves or copies those (`layer.to`, `deepcopy`, vLLM's offloading)
+    moves or copies these. A copy registers a runner of its own.
+    """
+
+    def __init__(
+        self, make: Callable[..., Any], weights: tuple[PackedNVFP4, ...], name: str
+    ) -> None:
+        super().__init__()
+        self.make = make
+        self.weights = weights
+        self.name = name
+        self.runner = make(*weights)
+        self.width = int(weights[-1].shape[-2])
+        self.runner_id = _register(self.runner, name)
+
+    def fits(self, weights: Sequence[PackedNVFP4]) -> bool:
+        return all(
+            old.shape == new.shape and old.layout == new.layout and old.device == new.device
+            for old, new in zip(self.weights, weights, strict=True)
+        )
+
+    @torch.no_grad()
+    def load(self, weights: Sequence[PackedNVFP4]) -> None:
+        for old, new in zip(self.weights, weights, strict=True):
+            old.codes.copy_(new.codes)
+            old.scales.copy_(new.scales)
+            old.row_scale.copy_(new.row_scale)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HeldRunner, (self.make, self.weights, self.name)
+
+
+def _register(runner: Any, name: str) -> int:
+    """Register under `name`; a second live layer of that name gets "name#1", and so on.
+
+    Ids are baked into the graphs that vLLM keeps on disk. They follow from the layer's name, so a
+    process that loads such a graph has them too, unless another model of the same layers lived in
+    the process that compiled it: hence the numbers go into the key of vLLM's cache.
+    """
+    compat.add_to_compile_hash("version", __version__)
+    number = 0
+    while True:
+        numbered = f"{name}#{number}" if number else name
+        try:
+            runner_id = register_runner(runner, numbered)
+        except ArgumentError:  # taken by a live one
+            number += 1
+            continue
+        if number and not compat.add_to_compile_hash(name, numbered):
+            warn_once(
+                "vllm compile hash",
+                "vLLM NVFP4: two models of one process have layers of the same names, and vLLM's "
+                "cache of compiled graphs cannot tell them apart; set VLLM_DISABLE_COMPILE_CACHE=1",
+            )
+        return runner_id

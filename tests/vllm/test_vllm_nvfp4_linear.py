@@ -1,0 +1,455 @@
+"""NVFP4 linear layers of vLLM: what they load, what they compute, what they refuse."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import LoadConfig, VllmConfig
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
+from vllm_layers import PRODUCERS, load, quantization, rank, tensors_of
+
+from gristmill.errors import ArgumentError, CheckpointError, UnknownRunner
+from gristmill.formats.nvfp4.tensor import PackedNVFP4
+from gristmill.integrations.vllm.weights import HELD
+from gristmill.nvfp4 import NVFP4Tensor, dequantize, quantize
+
+HIDDEN, HEADS, KV_HEADS, HEAD = 64, 4, 2, 32
+
+
+@pytest.fixture(autouse=True)
+def _no_leftovers() -> None:
+    """A runner of an earlier test would keep its name."""
+    gc.collect()
+
+
+def matrix(rows: int, columns: int, std: float, seed: int = 0) -> NVFP4Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return quantize(torch.randn(rows, columns, generator=generator) * std)
+
+
+def qkv() -> dict[str, NVFP4Tensor]:
+    return {
+        "q": matrix(HEADS * HEAD, HIDDEN, 0.08, 1),
+        "k": matrix(KV_HEADS * HEAD, HIDDEN, 0.3, 2),
+        "v": matrix(KV_HEADS * HEAD, HIDDEN, 0.02, 3),
+    }
+
+
+def qkv_layer(producer: str = "modelopt", prefix: str = "model.layers.0.qkv_proj") -> Any:
+    return QKVParallelLinear(
+        HIDDEN,
+        HEAD,
+        HEADS,
+        KV_HEADS,
+        bias=False,
+        quant_config=quantization(producer),
+        prefix=prefix,
+        params_dtype=torch.float32,
+    )
+
+
+def exact(parts: list[NVFP4Tensor], x: torch.Tensor) -> torch.Tensor:
+    weight = torch.cat([dequantize(part, torch.float64) for part in parts])
+    return x.double() @ weight.T
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> None:
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
+def inputs(columns: int = HIDDEN, *leading: int) -> torch.Tensor:
+    return torch.randn(*(leading or (5,)), columns, generator=torch.Generator().manual_seed(9))
+
+
+@pytest.mark.parametrize("producer", PRODUCERS)
+def test_each_part_of_a_fused_layer_keeps_its_scale(producer: str) -> None:
+    parts, x = qkv(), inputs()
+    with rank():
+        layer = qkv_layer(producer)
+        load(layer, producer, parts)
+        y, _ = layer(x)
+    close(y, exact(list(parts.values()), x))
+
+
+@pytest.mark.parametrize("producer", PRODUCERS)
+def test_gate_and_up_keep_their_scales(producer: str) -> None:
+    parts = {0: matrix(96, HIDDEN, 0.3, 1), 1: matrix(96, HIDDEN, 0.03, 2)}
+    x = inputs()
+    with rank():
+        layer = MergedColumnParallelLinear(
+            HIDDEN,
+            [96, 96],
+            bias=False,
+            quant_config=quantization(producer),
+            prefix="mlp.gate_up_proj",
+            params_dtype=torch.float32,
+        )
+        load(layer, producer, parts)
+        y, _ = layer(x)
+    close(y, exact(list(parts.values()), x))
+
+
+@pytest.mark.parametrize("producer", PRODUCERS)
+def test_a_layer_that_is_fused_on_disk_has_one_scale(producer: str) -> None:
+    whole, x = matrix((HEADS + 2 * KV_HEADS) * HEAD, HIDDEN, 0.1), inputs()
+    with rank():
+        layer = qkv_layer(producer)
+        load(layer, producer, {None: whole})
+        y, _ = layer(x)
+    close(y, exact([whole], x))
+
+
+@pytest.mark.parametrize("producer", PRODUCERS)
+def test_tensor_parallel_ranks_have_their_shares(producer: str) -> None:
+    parts, x = qkv(), inputs()
+    want = exact(list(parts.values()), x).split([128, 64, 64], dim=-1)
+    for index in range(2):
+        with rank(index, of=2):
+            layer = qkv_layer(producer)
+            load(layer, producer, parts)
+            y, _ = layer(x)
+        close(y, torch.cat([part.chunk(2, dim=-1)[index] for part in want], dim=-1))
+
+
+@pytest.mark.parametrize("producer", PRODUCERS)
+def test_row_parallel_ranks_sum_to_the_whole(producer: str) -> None:
+    weight, x = matrix(48, 128, 0.1), inputs(128, 3, 2)
+    total = torch.zeros(3, 2, 48)
+    for index in range(2):
+        with rank(index, of=2):
+            layer = RowParallelLinear(
+                128,
+                48,
+                bias=False,
+                quant_config=quantization(producer),
+                prefix="mlp.down_proj",
+                params_dtype=torch.float32,
+                reduce_results=False,
+            )
+            load(layer, producer, {None: weight})
+            y, _ = layer(x.chunk(2, dim=-1)[index])
+        total += y
+    close(total, exact([weight], x))
+
+
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, ReplicatedLinear])
+def test_bias_is_added(kind: Any) -> None:
+    weight, x = matrix(48, HIDDEN, 0.1), inputs()
+    with rank():
+        layer = kind(
+            HIDDEN,
+            48,
+            bias=True,
+            quant_config=quantization("modelopt"),
+            prefix="proj",
+            params_dtype=torch.float32,
+        )
+        layer.bias.data.copy_(torch.arange(48.0))
+        load(layer, "modelopt", {None: weight})
+        y, _ = layer(x)
+    close(y, exact([weight], x) + torch.arange(48.0, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_result_has_the_dtype_of_the_input(dtype: torch.dtype) -> None:
+    parts, x = qkv(), inputs().to(dtype)
+    with rank():
+        layer = qkv_layer()
+        load(layer, "modelopt", parts)
+        y, _ = layer(x)
+    assert y.dtype == dtype
+    want = exact(list(parts.values()), x)
+    # One rounding of the result, of a sum that was made in fp32.
+    limit = torch.finfo(dtype).eps * want.abs() + 1e-5
+    assert bool(((y.double() - want).abs() <= limit).all())
+
+
+def test_it_is_one_node_of_a_full_graph() -> None:
+    with rank():
+        layer = qkv_layer()
+        load(layer, "modelopt", qkv())
+        nodes: list[Any] = []
+
+        def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+            nodes.extend(node for node in graph.graph.nodes if node.op == "call_function")
+            return graph
+
+        compiled = torch.compile(layer, fullgraph=True, backend=backend, dynamic=True)
+        for rows in (5, 3):
+            x = inputs(HIDDEN, rows)
+            torch.testing.assert_close(compiled(x)[0], layer(x)[0])
+    called = [node.target for node in nodes]
+    assert called.count(torch.ops.gristmill.nvfp4_linear_gemm) == 1
+    assert not [target for target in called if "aten" in str(target)]
+
+
+@pytest.mark.parametrize("producer", PRODUCERS)
+def test_weights_live_once(producer: str) -> None:
+    """The loaded tensors are the runner's, and nothing else of their size is left."""
+    with rank():
+        layer = qkv_layer(producer)
+        loaded = {name: p.data_ptr() for name, p in layer.named_parameters() if p.dim() == 2}
+        load(layer, producer, qkv())
+    kept = {name: p.data_ptr() for name, p in layer.named_parameters() if p.dim() == 2}
+    assert kept == loaded
+    packed = getattr(layer, HELD).runner.weight
+    assert isinstance(packed, PackedNVFP4)
+    assert {packed.codes.data_ptr(), packed.scales.data_ptr()} == set(loaded.values())
+    assert sum(p.nbytes for p in layer.parameters()) == packed.nbytes
+
+
+def test_processing_twice_changes_nothing() -> None:
+    with rank():
+        layer = qkv_layer()
+        load(layer, "modelopt", qkv())
+        before, runner_id = layer(inputs())[0], getattr(layer, HELD).runner_id
+        layer.quant_method.process_weights_after_loading(layer)
+        assert getattr(layer, HELD).runner_id == runner_id
+        assert torch.equal(layer(inputs())[0], before)
+
+
+def test_weights_are_reloaded_in_place() -> None:
+    """As vLLM's reload does it: CUDA graphs keep their addresses, compiled graphs their ids."""
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+        record_metadata_for_reloading,
+    )
+
+    other = {
+        name: NVFP4Tensor(w.codes ^ 0x11, w.scales, w.global_scale * 3) for name, w in qkv().items()
+    }
+    with rank():
+        layer = qkv_layer()
+        model = torch.nn.Sequential(layer)
+        record_metadata_for_reloading(model)
+        load(layer, "modelopt", qkv())
+        addresses = {name: p.data_ptr() for name, p in layer.named_parameters()}
+        held = getattr(layer, HELD)
+        initialize_layerwise_reload(model)
+        for shard, weight in other.items():
+            for name, tensor in tensors_of("modelopt", weight).items():
+                parameter = getattr(layer, name)
+                parameter.weight_loader(parameter, tensor, shard)
+        finalize_layerwise_reload(model, None)
+        assert {name: p.data_ptr() for name, p in layer.named_parameters()} == addresses
+        assert getattr(layer, HELD) is held
+        x = inputs()
+        close(layer(x)[0], exact(list(other.values()), x))
+
+
+def test_ids_follow_from_the_name_and_live_layers_do_not_share_them() -> None:
+    def one(config: VllmConfig) -> Any:
+        with rank(config=config):
+            layer = qkv_layer()
+            load(layer, "modelopt", qkv())
+        return layer
+
+    configs = VllmConfig(), VllmConfig()
+    first, second = map(one, configs)
+    ids = [getattr(layer, HELD).runner_id for layer in (first, second)]
+    assert ids[0] != ids[1]
+    # The compiled graphs of the two are kept apart in vLLM's cache, and from those of no gristmill.
+    hashes = {config.compute_hash() for config in (*configs, VllmConfig())}
+    assert len(hashes) == 3
+    del first, second
+    gc.collect()
+    again = VllmConfig()
+    layer = one(again)
+    assert getattr(layer, HELD).runner_id == ids[0]
+    assert again.compute_hash() == configs[0].compute_hash()
+
+
+def saved_and_loaded(layer: torch.nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, saved_and_loaded])
+def test_a_copy_runs_its_own_weights(duplicate: Any) -> None:
+    weight, x = matrix(48, HIDDEN, 0.1), inputs()
+    with rank():
+        layer = torch.nn.Module()
+        layer.logical_widths = [48]
+        method = quantization("modelopt").get_quant_method(_linear(), "proj")
+        method.create_weights(layer, HIDDEN, [48], HIDDEN, 48, torch.float32)
+        for name, tensor in tensors_of("modelopt", weight).items():
+            getattr(layer, name).data.copy_(tensor)
+        method.process_weights_after_loading(layer)
+        twin = duplicate(layer)
+        twin.weight_row_scale.data.mul_(2)
+        close(method.apply(twin, x), 2 * exact([weight], x))
+        close(method.apply(layer, x), exact([weight], x))
+        # One set of tensors in the copy as well.
+        assert getattr(twin, HELD).runner.weight.codes is twin.weight
+        old = getattr(layer, HELD)
+        number, width = old.runner_id, old.width
+        del layer, old
+        gc.collect()
+        close(method.apply(twin, x), 2 * exact([weight], x))
+        with pytest.raises(UnknownRunner, match="was freed"):
+            torch.ops.gristmill.nvfp4_linear_gemm(x, number, width)
+
+
+def _linear() -> Any:
+    return ReplicatedLinear(16, 16, bias=False, prefix="other", params_dtype=torch.float32)
+
+
+def test_dummy_weights_run() -> None:
+    config = VllmConfig(load_config=LoadConfig(load_format="dummy"))
+    with rank(config=config):
+        from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
+
+        layer = qkv_layer()
+        for parameter in layer.parameters():
+            initialize_single_dummy_weight(parameter)
+        layer.quant_method.process_weights_after_loading(layer)
+        y, _ = layer(inputs())
+    assert bool(y.isfinite().all())
+    assert float(y.std()) > 0
+
+
+def test_a_layer_that_was_never_loaded_is_named() -> None:
+    with rank():
+        layer = qkv_layer(prefix="model.layers.7.self_attn.qkv_proj")
+        with pytest.raises(CheckpointError, match=r"layers\.7\..*qkv_proj\.weight_scale_2: 3 of 3"):
+            layer.quant_method.process_weights_after_loading(layer)
+
+
+def test_a_part_that_was_never_loaded_is_noticed() -> None:
+    parts = qkv()
+    with rank():
+        layer = qkv_layer()
+        with pytest.raises(CheckpointError, match="weight_scale_2: 1 of 3 were never loaded"):
+            load(layer, "modelopt", {"q": parts["q"], "v": parts["v"]})
+
+
+def test_block_scales_that_were_never_loaded_are_noticed() -> None:
+    with rank():
+        layer = qkv_layer()
+        layer.weight_scale_2.data.fill_(1.0)
+        with pytest.raises(CheckpointError, match=r"qkv_proj\.weight_scale: .* nan at"):
+            layer.quant_method.process_weights_after_loading(layer)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda w: NVFP4Tensor(w.codes, (-w.scales.float()).to(w.scales.dtype), w.global_scale),
+            "neither negative nor NaN",
+        ),
+        (lambda w: NVFP4Tensor(w.codes, w.scales, -w.global_scale), "finite and above zero"),
+        (lambda w: NVFP4Tensor(w.codes, w.scales, w.global_scale / 0), "finite and above zero"),
+        (lambda w: NVFP4Tensor(w.codes, w.scales, w.global_scale * 0), "finite and above zero"),
+    ],
+)
+@pytest.mark.parametrize("producer", PRODUCERS)
+def test_damaged_scales_are_refused(producer: str, change: Any, message: str) -> None:
+    with rank():
+        layer = qkv_layer(producer)
+        parts = {name: change(weight) for name, weight in qkv().items()}
+        with pytest.raises(CheckpointError, match=rf"qkv_proj\..*{message}"):
+            load(layer, producer, parts)
+
+
+@pytest.mark.parametrize(
+    ("columns", "ranks", "message"),
+    [
+        (72, 1, r"down_proj: its input is 72; NVFP4 needs a multiple of 16"),
+        (96, 4, r"its input of 96 leaves 24 for each of 4 ranks.*fewer tensor-parallel"),
+    ],
+)
+def test_blocks_must_not_be_cut(columns: int, ranks: int, message: str) -> None:
+    with rank(0, of=ranks), pytest.raises(ArgumentError, match=message):
+        RowParallelLinear(
+            columns, 48, bias=False, quant_config=quantization("modelopt"), prefix="mlp.down_proj"
+        )
+
+
+def test_ignored_layers_are_vllms_own() -> None:
+    with rank():
+        layer = RowParallelLinear(
+            64,
+            48,
+            bias=False,
+            quant_config=quantization("modelopt", ("*down_proj",)),
+            prefix="mlp.down_proj",
+        )
+    assert isinstance(layer.quant_method, UnquantizedLinearMethod)
+
+
+def test_vllm_itself_takes_one_scale_for_a_fused_layer() -> None:
+    """What is kept here: its own ModelOpt method takes the largest of the three scales for q, k, v.
+
+    On a CPU vLLM has no NVFP4 kernel, so it gets one here that does what its weights say, exactly.
+    """
+    from vllm.model_executor.kernels import linear as kernels
+    from vllm.model_executor.kernels.linear import NvFp4LinearKernel
+    from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
+    from vllm.platforms import PlatformEnum
+    from vllm_models import modelopt_config
+
+    class Exact(NvFp4LinearKernel):  # type: ignore[misc]
+        @classmethod
+        def is_supported(cls, compute_capability: Any = None) -> tuple[bool, str | None]:
+            return True, None
+
+        @classmethod
+        def can_implement(cls, config: Any) -> tuple[bool, str | None]:
+            return True, None
+
+        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+            pass
+
+        def apply_weights(
+            self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+        ) -> torch.Tensor:
+            weight = NVFP4Tensor(layer.weight, layer.weight_scale, layer.weight_global_scale)
+            return x @ dequantize(weight).T
+
+    parts, x = qkv(), inputs()
+    largest = max(float(part.global_scale) for part in parts.values())
+    collapsed = [
+        NVFP4Tensor(part.codes, part.scales, torch.tensor(largest)) for part in parts.values()
+    ]
+    known = {key: list(value) for key, value in kernels._POSSIBLE_NVFP4_KERNELS.items()}
+    try:
+        kernels.register_linear_kernel(Exact, PlatformEnum.CPU, "nvfp4")
+        with rank():
+            theirs = QKVParallelLinear(
+                HIDDEN,
+                HEAD,
+                HEADS,
+                KV_HEADS,
+                bias=False,
+                quant_config=ModelOptNvFp4Config.from_config(modelopt_config([])),
+                prefix="qkv_proj",
+                params_dtype=torch.float32,
+            )
+            load(theirs, "modelopt", parts)
+            wrong, _ = theirs(x)
+            ours = qkv_layer()
+            load(ours, "modelopt", parts)
+            right, _ = ours(x)
+    finally:
+        kernels._POSSIBLE_NVFP4_KERNELS.clear()
+        kernels._POSSIBLE_NVFP4_KERNELS.update(known)
+    want = exact(list(parts.values()), x)
+    close(right, want)
+    close(wrong, exact(collapsed, x))
+    assert float((wrong - want).norm() / want.norm()) > 0.1
