@@ -419,3 +419,16 @@ def test_forgetting_plans_changes_no_answer() -> None:
     RMS_NORM.forget_plans()
     assert not RMS_NORM._plans
     assert same_bits(gristmill.rms_norm(x, weight), one)
+
+
+@pytest.mark.parametrize("name", ["add_rms_norm", "fused_add_rms_norm_", "rms_norm_backward"])
+def test_a_copy_of_one_tensor_does_not_align_the_other(name: str) -> None:
+    """`contiguous()` leaves what is contiguous where it is, aligned or not."""
+    op = OPS[name]
+    args = case_of(op, "unaligned beside strided columns").make("cpu", 0)
+    first, second = (1, 0) if name == "rms_norm_backward" else (0, 1)
+    details = op.problem(*args, device=KNOWN["sm_90a"]).layout
+    assert details.copied
+    assert args[0].data_ptr() % 4 == 2
+    assert details.layout.views[first].access == 2
+    assert details.layout.views[second].access == 16

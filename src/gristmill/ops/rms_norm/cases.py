@@ -86,12 +86,14 @@ def add_cases() -> Iterator[Case]:
     for x, residual in ((_BF16, _FP32), (_FP32, _BF16), (_FP16, _BF16)):
         spread = Spread(x=x, residual=residual, weight=_FP32)
         yield Case(f"residual {str(residual)[6:]} x {str(x)[6:]}", partial(_add, spread))
+    yield Case("unaligned beside strided columns", partial(_beside_strided, _add))
 
 
 def fused_add_cases() -> Iterator[Case]:
     for name, spread in _spreads().items():
         if spread.casting == "once" and spread.out is None and name != "expanded rows":
             yield Case(name, partial(_fused_add, spread))
+    yield Case("unaligned beside strided columns", partial(_beside_strided, _fused_add))
 
 
 def backward_cases() -> Iterator[Case]:
@@ -103,6 +105,7 @@ def backward_cases() -> Iterator[Case]:
     yield Case("frozen weight", partial(_backward, Spread(weight_grad=False)))
     yield Case("expanded dy", partial(_backward, Spread(expanded=True)))
     yield Case("expanded dy, all dims", partial(_backward, Spread(expanded_scalar=True)))
+    yield Case("unaligned beside strided columns", partial(_beside_strided, _backward))
 
 
 class Spread:
@@ -238,6 +241,14 @@ def _backward(spread: Spread, device: torch.device | str, seed: int) -> Argument
         dy = dy.reshape(-1)[0].expand(dy.shape)
     weight_grad = spread.weight_grad and weight is not None
     return dy, x, weight, dsum if spread.dsum else None, spread.eps, spread.offset, weight_grad
+
+
+def _beside_strided(
+    make: Callable[..., Arguments], device: torch.device | str, seed: int
+) -> Arguments:
+    """Rows of one tensor have to be copied, those of the other are contiguous and unaligned."""
+    first, second, *rest = make(Spread((17, 512)), device, seed)
+    return _unaligned(first), second.t().contiguous().t(), *rest
 
 
 def _spread_tensors(

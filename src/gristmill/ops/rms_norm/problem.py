@@ -168,9 +168,12 @@ def _layout(tensors: Sequence[torch.Tensor | None]) -> tuple[Layout, bool]:
     layout = row_layout(tensors)
     if layout is not None:
         return layout, False
+    # What is contiguous stays where it is, wherever that is; a copy is aligned like all new tensors.
     dense = row_layout(
         [
-            None if tensor is None else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            tensor
+            if tensor is None or tensor.is_contiguous()
+            else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             for tensor in tensors
         ]
     )
