@@ -190,6 +190,17 @@ def test_experts_stay_within_a_piece(
     assert peak(op, args) - taken - routing <= 4 * MIB < whole / 4
 
 
+@pytest.mark.parametrize("name", ["nvfp4_moe", "nvfp4_moe_backward"])
+def test_many_tokens_stay_within_two_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for what is computed, one for the rows of the slots: these come some at a time."""
+    monkeypatch.setattr(nvfp4_common, "PIECE_BYTES", 2 * MIB)
+    op = OPS[name]
+    args = op.example((2000, 8, 4, 256, 128), torch.bfloat16, "cpu")
+    made = sum(result.nbytes for result in results_of(name, args, op.outputs(*args)))
+    rows_of_all_slots = 2000 * 4 * (256 + 128) * 4
+    assert peak(op, args) - made <= 4 * MIB < rows_of_all_slots / 2
+
+
 # --- nothing to do
 
 
@@ -341,6 +352,7 @@ def test_explain_takes_the_public_functions() -> None:
     found = gristmill.explain(nvfp4.moe, x, weights, ids, *stack, activation="gelu")
     assert dict(found.problem.dims) == {"E": 4, "k": 2, "H": 64, "I": 32}
     assert found == gristmill.explain("nvfp4_moe", *MOE.adapt(x, weights, ids, *stack))
+    assert found == gristmill.explain("nvfp4_moe", x, weights, ids, *stack)
 
 
 @pytest.mark.parametrize("arch", KNOWN)

@@ -116,7 +116,10 @@ def test_a_mixture_goes_over_from_few_to_many_without_a_step() -> None:
     whole = op.run(*args)
     for row in (0, 77, 199):
         alone = tuple(arg[row : row + 1] if at < 3 else arg for at, arg in enumerate(args))
-        torch.testing.assert_close(op.run(*alone), whole[row : row + 1], rtol=2e-2, atol=2e-3)
+        expected = whole[row : row + 1]
+        # A few roundings to bf16 on the way, of terms of the size of the row.
+        close = float(expected.float().std()) * 2**-7
+        torch.testing.assert_close(op.run(*alone), expected, rtol=2**-7, atol=close)
 
 
 def test_a_training_step_is_captured() -> None:

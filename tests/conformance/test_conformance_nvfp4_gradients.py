@@ -12,6 +12,7 @@ from conformance_truth import truth_of
 import gristmill
 from gristmill import nvfp4
 from gristmill.errors import ArgumentError, DoubleBackwardError
+from gristmill.formats.nvfp4 import e2m1
 from gristmill.ops import op as op_module
 from gristmill.ops.nvfp4_linear import linear_of
 from gristmill.ops.nvfp4_linear.cases import random_weight
@@ -178,6 +179,17 @@ def test_transforms_see_the_formula() -> None:
     torch.testing.assert_close(by_transform, leaf.grad)
 
 
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.vmap, torch.func.functionalize])
+def test_nothing_of_a_transform_is_kept(transform: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table of the elements' values, made in a transform, is no tensor outside of it."""
+    monkeypatch.setattr(e2m1, "_tables", {})
+    weight = nvfp4.quantize(torch.randn(8, 32))
+    x = torch.randn(2, 32)
+    transform(lambda x: nvfp4.linear(x, weight).sum())(x)
+    expected = x @ nvfp4.dequantize(weight).t()
+    torch.testing.assert_close(nvfp4.linear(x, weight), expected)
+
+
 def test_transforms_are_not_harmed_by_other_experts() -> None:
     """An expert that would overflow gives no NaN to the gradient of a token it does not serve."""
     args = list(MOE.example((6, 4, 2, 32, 16), FP32, "cpu"))
@@ -262,6 +274,7 @@ def test_backward_follows_the_use_of_its_forward(how: str) -> None:
 def test_autocast_of_linear_is_torchs(dtype: torch.dtype, lower: torch.dtype, device: str) -> None:
     """x and bias become autocast's dtype, and the result with them; fp64 is left alone."""
     torch.manual_seed(0)
+    torch._dynamo.reset()
     weight = nvfp4.quantize(torch.randn(48, 64, device=device))
     values = nvfp4.dequantize(weight, dtype)
     x = torch.randn(5, 64, device=device).to(dtype).requires_grad_()

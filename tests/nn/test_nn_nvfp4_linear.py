@@ -348,3 +348,29 @@ def test_public_names() -> None:
     assert gristmill.nn.NVFP4Linear is NVFP4Linear
     assert set(nvfp4.__all__) >= {"linear", "moe", "quantize", "dequantize", "NVFP4Tensor"}
     assert gristmill.nvfp4 is nvfp4
+
+
+def test_block_scales_load_as_bytes() -> None:
+    """As some files have them; read as numbers they would be others."""
+    made, other = layer(), NVFP4Linear(64, 48)
+    state = made.state_dict()
+    state["weight_scale"] = state["weight_scale"].view(torch.uint8)
+    other.load_state_dict(state)
+    x = torch.randn(3, 64)
+    assert torch.equal(other(x), made(x))
+
+
+@pytest.mark.parametrize("name", ["weight", "weight_scale", "weight_scale_2"])
+def test_numbers_of_another_dtype_are_not_loaded(name: str) -> None:
+    made, other = layer(), NVFP4Linear(64, 48)
+    state = made.state_dict()
+    state[name] = state[name].to(torch.float16)
+    with pytest.raises(RuntimeError, match=rf"{name} must have dtype .*, got torch.float16"):
+        other.load_state_dict(state)
+    assert not other.weight_scale_2.any() or name != "weight_scale_2"
+
+
+def test_from_checkpoint_needs_a_name(tmp_path: Path) -> None:
+    save_modelopt(tmp_path, {"a": nvfp4.quantize(torch.randn(16, 32))})
+    with pytest.raises(ArgumentError, match="modules must name at least one layer"):
+        NVFP4Linear.from_checkpoint(tmp_path, [])

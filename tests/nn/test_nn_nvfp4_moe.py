@@ -192,3 +192,12 @@ def test_a_router_and_an_adapter_train_through_frozen_experts() -> None:
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.8 * losses[0]
     assert all(value.grad is not None and value.grad.any() for value in trained)
+
+
+def test_options_and_biases_are_checked_when_made() -> None:
+    with pytest.raises(ArgumentError, match="activation must be 'silu'"):
+        NVFP4MoE(EXPERTS, HIDDEN, INNER, activation="relu")
+    with pytest.raises(ArgumentError, match="w13_bias"):
+        NVFP4MoE.from_experts(*dense(), w13_bias=torch.zeros(EXPERTS, INNER))
+    alone = NVFP4MoE.from_experts(*dense(), w2_bias=torch.ones(EXPERTS, HIDDEN))
+    assert "bias=True" in repr(alone)

@@ -94,6 +94,8 @@ class NVFP4Linear(NVFP4Module):
 
         opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
         names = [modules] if isinstance(modules, str) else list(modules)
+        if not names:
+            raise ArgumentError("NVFP4Linear.from_checkpoint: modules must name at least one layer")
         place = torch.device("cpu" if device is None else device)
         weight = opened.fused(names, place) if len(names) > 1 else opened.linear(names[0], place)
         biased = [name for name in names if f"{name}.bias" in opened]

@@ -82,15 +82,43 @@ class NVFP4Module(torch.nn.Module):
             self._buffers[name] = self.get_buffer(name).view(torch.float8_e4m3fn)
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
     ) -> None:
-        """Also takes one global scale for all rows, and leaves the scales of activations out."""
+        """Also takes one global scale for all rows, block scales as bytes, and leaves the scales of
+        activations out. Any other dtype is an error: torch would convert numbers that are codes.
+        """
         for name in self._row_scale_names():
             found = state_dict.get(prefix + name)
             if isinstance(found, torch.Tensor):
                 state_dict[prefix + name] = _for_every_row(found, self.get_buffer(name).shape)
+        for name in self._block_scale_names():
+            found = state_dict.get(prefix + name)
+            if isinstance(found, torch.Tensor) and found.dtype == torch.uint8:
+                state_dict[prefix + name] = found.view(torch.float8_e4m3fn)
         state_dict.pop(f"{prefix}input_scale", None)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        for name, held in self._buffers.items():
+            found = state_dict.get(prefix + name)
+            if held is None or "weight" not in name or not isinstance(found, torch.Tensor):
+                continue
+            if found.dtype != held.dtype:
+                error_msgs.append(f"{prefix}{name} must have dtype {held.dtype}, got {found.dtype}")
+                del state_dict[prefix + name]
+        super()._load_from_state_dict(
+            state_dict,
+            prefix,
+            local_metadata,
+            strict,
+            missing_keys,
+            unexpected_keys,
+            error_msgs,
+        )
 
 
 def _for_every_row(scale: torch.Tensor, shape: torch.Size) -> torch.Tensor:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from os import PathLike
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gristmill.errors import ArgumentError
 from gristmill.formats.nvfp4 import NVFP4Tensor, quantize
 from gristmill.nn.nvfp4_module import NVFP4Module
-from gristmill.ops.nvfp4_moe import moe_of
+from gristmill.ops.nvfp4_moe import NVFP4_MOE, moe_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -72,6 +72,12 @@ class NVFP4MoE(NVFP4Module):
             self._hold_zeros(name, shape, device)
             zeros = torch.zeros(shape[:2], device=device, dtype=dtype) if bias else None
             self.register_buffer(f"{name}bias", zeros)
+        self._check()
+
+    def _check(self) -> None:
+        """What a call would say of the experts, said before there is one."""
+        rows = torch.empty((0, self.hidden_size), device=self.w13_weight.device)
+        NVFP4_MOE.check(rows, rows[:, :0], rows[:, :0].int(), *self._arguments(), None, "rows")
 
     @classmethod
     def from_experts(
@@ -91,7 +97,7 @@ class NVFP4MoE(NVFP4Module):
         Args:
             gate, up: ``(E, I, H)``, or E matrices ``(I, H)``.
             down: ``(E, H, I)``, or E matrices ``(H, I)``.
-            w13_bias, w2_bias: ``(E, 2 * I)`` and ``(E, H)``: both or neither.
+            w13_bias, w2_bias: ``(E, 2 * I)`` and ``(E, H)``, or None.
             activation, limit: as in :func:`gristmill.nvfp4.moe`.
             method: how scales are chosen.
         """
@@ -157,6 +163,7 @@ class NVFP4MoE(NVFP4Module):
         for name, weight, bias in (("w13_", w13, w13_bias), ("w2_", w2, w2_bias)):
             layer._hold(name, weight)
             layer.register_buffer(f"{name}bias", None if bias is None else bias.detach().clone())
+        layer._check()
         return layer
 
     @property
@@ -172,10 +179,11 @@ class NVFP4MoE(NVFP4Module):
     def forward(
         self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor:
-        return moe_of(
-            hidden_states,
-            topk_weights,
-            topk_ids,
+        return moe_of(hidden_states, topk_weights, topk_ids, *self._arguments())
+
+    def _arguments(self) -> tuple[Any, ...]:
+        """The experts as the op takes them."""
+        return (
             self.w13_weight,
             self.w13_weight_scale,
             self.w13_weight_scale_2,
@@ -191,7 +199,8 @@ class NVFP4MoE(NVFP4Module):
     def extra_repr(self) -> str:
         return (
             f"num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
-            f"intermediate_size={self.intermediate_size}, bias={self.w13_bias is not None}, "
+            f"intermediate_size={self.intermediate_size}, "
+            f"bias={self.w13_bias is not None or self.w2_bias is not None}, "
             f"activation={self.activation!r}, limit={self.limit}"
         )
 

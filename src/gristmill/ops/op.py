@@ -142,12 +142,22 @@ class Op:
             return self.overload(*args)
         if is_transformed():
             self.check(*args)
-            return self.reference(*args)
+            return self._transformed(args)
         try:
             return self.overload(*args)
         except RuntimeError:
             self.check(*args)  # what the schema refuses, in our words
             raise
+
+    def _transformed(self, args: Arguments) -> Any:
+        """The reference, which transforms can look into, under autocast as the op would run."""
+        device = args[0].device.type
+        if not torch.is_autocast_enabled(device):
+            return self.reference(*args)
+        if self.autocast is not None and f"Autocast{device.upper()}" in self.autocast_keys:
+            args = self.autocast(*args)
+        with torch.autocast(device, enabled=False):
+            return self.reference(*args)
 
     def run(self, *args: Any) -> Any:
         """Choose a variant (or remember the choice) and run it: real tensors, no autograd."""
@@ -271,6 +281,10 @@ def _function(name: str, run: Plan, gradient: Gradient) -> Any:
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
             return gradient.backward(ctx, *gradients)
+
+        @staticmethod
+        def _compiled_autograd_key(ctx: Any) -> tuple[int, ...]:
+            return (ctx._autograd_function_id,)  # as torch.autograd.Function has it
 
     Function.__name__ = Function.__qualname__ = f"gristmill_{name}"
     return Function

@@ -15,7 +15,7 @@ import torch
 from gristmill.ops.nvfp4_common import Weight
 from gristmill.ops.nvfp4_moe import semantics
 from gristmill.ops.nvfp4_moe.semantics import Call
-from gristmill.ops.nvfp4_moe.slots import Slots, few
+from gristmill.ops.nvfp4_moe.slots import Slots, few, some_tokens
 from gristmill.select.problem import Problem
 from gristmill.select.variant import Variant
 
@@ -47,8 +47,14 @@ class Library(Variant):
 
 
 def _forward(*args: Any) -> torch.Tensor:
-    call = Call(*args)
-    slots, y = Slots(call), semantics.outputs_forward(*args)
+    call, y = Call(*args), semantics.outputs_forward(*args)
+    for part in some_tokens(call, call.w13.columns + call.intermediate):
+        _forward_some(call.some(part), y[part])
+    return y
+
+
+def _forward_some(call: Call, y: torch.Tensor) -> None:
+    slots = Slots(call)
     x, shares = slots.rows_of(call.hidden_states), slots.column_of(call.topk_weights)
     h = x.new_empty((slots.count, call.intermediate))
     for piece in slots.pieces(call.w13.columns, call.intermediate):
@@ -60,13 +66,18 @@ def _forward(*args: Any) -> torch.Tensor:
         out = _scaled(slots, slots.times(h, call.w2, rows=piece), call.w2, call.w2_bias, piece)
         # A sum of few, in the order of the token's experts: the same on every run.
         y[:, piece.start : piece.stop] = slots.in_tokens(out.mul_(shares)).sum(1)
-    return y
 
 
 def _backward(dy: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     call = Call(*args)
-    slots = Slots(call)
     dx, dweights = semantics.outputs_backward(dy, *args)
+    for part in some_tokens(call, 2 * (call.w13.columns + call.intermediate)):
+        _backward_some(dy[part], call.some(part), dx[part], dweights[part])
+    return dx, dweights
+
+
+def _backward_some(dy: torch.Tensor, call: Call, dx: torch.Tensor, dweights: torch.Tensor) -> None:
+    slots = Slots(call)
     x, d = slots.rows_of(call.hidden_states), slots.rows_of(dy)
     shares, inner = slots.column_of(call.topk_weights), call.intermediate
     dshares = torch.zeros_like(shares)
@@ -88,7 +99,6 @@ def _backward(dy: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]
         back = slots.times(both, call.w13, columns=piece, parts=parts) * top[slots.expert]
         dx[:, piece.start : piece.stop] = slots.in_tokens(back).sum(1)
     dweights.copy_(slots.in_tokens(dshares).squeeze(-1))
-    return dx, dweights
 
 
 def _gate_and_up(

@@ -51,6 +51,14 @@ class Call(NamedTuple):
     def intermediate(self) -> int:
         return self.w13_codes.shape[1] // 2
 
+    def some(self, tokens: slice) -> Call:
+        """The call for some of its tokens."""
+        return self._replace(
+            hidden_states=self.hidden_states[tokens],
+            topk_weights=self.topk_weights[tokens],
+            topk_ids=self.topk_ids[tokens],
+        )
+
     def local_ids(self) -> torch.Tensor:
         """``(M, k)`` int64: the expert among those here, -1 where none takes part."""
         ids = self.topk_ids.long()

@@ -33,6 +33,19 @@ def few(slots: int, experts: int) -> bool:
     return slots <= experts
 
 
+def some_tokens(call: Call, width: int) -> Iterator[slice]:
+    """The tokens of a call, some at a time, where each slot has `width` values kept.
+
+    So many that what is kept fits in a piece, and that pieces of results are not narrow: every
+    piece of tokens decodes all experts again, but every piece of columns reads all its tokens.
+    """
+    tokens, per_token = call.topk_ids.shape
+    kept = common.PIECE_BYTES // (width * arithmetic(call.hidden_states).itemsize)
+    wide = common.PIECE_BYTES // 2 // (SLOT_BYTES * NARROW)
+    for part in pieces(tokens, min(kept, wide) // per_token, 1):
+        yield slice(part.start, part.stop)
+
+
 class Slots:
     """The slots of a call, in the order in which they are computed."""
 

@@ -168,7 +168,7 @@ def _layout(tensors: Sequence[torch.Tensor | None]) -> tuple[Layout, bool]:
     layout = row_layout(tensors)
     if layout is not None:
         return layout, False
-    # What is contiguous stays where it is, wherever that is; a copy is aligned like all new tensors.
+    # What is contiguous stays where it is, aligned or not; a copy is aligned like all new tensors.
     dense = row_layout(
         [
             tensor
