@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.linear import ReplicatedLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
@@ -125,7 +125,25 @@ def test_leaves_all_when_results_must_not_depend_on_the_batch(
         GristmillNvfp4Config.from_config(own)
 
 
-def test_registering_is_quick_and_may_be_repeated() -> None:
+def test_a_mistake_in_the_settings_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gristmill.settings._current", None)
+    monkeypatch.setenv("GRISTMILL_VLLM", "nvfp5")
+    assert GristmillNvfp4Config.override_quantization_method(TAKEN["modelopt"], None) is None
+    assert GristmillNvfp4Config.override_quantization_method(TAKEN["modelopt"], NAME) == NAME
+
+
+def test_a_vllm_without_what_the_layers_need_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lost = "register_weight_loader_v2_supported_method"
+    monkeypatch.delattr(f"vllm.model_executor.layers.linear.{lost}")
+    monkeypatch.delitem(sys.modules, "gristmill.integrations.vllm.compat")
+    with caplog.at_level(logging.WARNING, "gristmill"):
+        assert GristmillNvfp4Config.override_quantization_method(TAKEN["modelopt"], NAME) is None
+    assert f"lacks a name that the NVFP4 layers need (cannot import name '{lost}'" in caplog.text
+
+
+def test_registering_may_be_repeated() -> None:
     register_nvfp4_methods()
     register_nvfp4_methods()
     assert get_quantization_config(NAME) is GristmillNvfp4Config
@@ -226,8 +244,11 @@ def test_scales_of_the_kv_cache_are_vllms_business() -> None:
     modelopt = quantization("modelopt", kv_cache_scheme=KV_SCHEME)
     assert isinstance(modelopt.get_quant_method(attention, "attn"), ModelOptKVCacheMethod)
     assert modelopt.kv_cache_scheme is None
+    latent = object.__new__(MLAAttention)
+    assert isinstance(modelopt.get_quant_method(latent, "attn"), ModelOptKVCacheMethod)
     heads = {"total_num_heads": 4, "total_num_kv_heads": 2}
     compressed = quantization("compressed-tensors", kv_cache_scheme=KV_SCHEME, **heads)
+    assert compressed.get_quant_method(latent, "attn") is None
     method = compressed.get_quant_method(attention, "attn")
     assert isinstance(method, CompressedTensorsKVCacheMethod)
     assert method.quant_config.kv_cache_scheme == KV_SCHEME

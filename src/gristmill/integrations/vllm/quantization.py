@@ -117,8 +117,10 @@ class GristmillNvfp4Config(QuantizationConfig):  # type: ignore[misc]
         from gristmill.integrations.vllm.moe_method import GristmillNvfp4MoeMethod
 
         producer = self.checkpoint.producer
-        if isinstance(layer, (compat.Attention, compat.MLAAttention)):
+        if isinstance(layer, compat.Attention):
             return compat.kv_cache_method(producer, self)
+        if isinstance(layer, compat.MLAAttention):  # vLLM reads no scales for it but ModelOpt's
+            return compat.kv_cache_method(producer, self) if producer == "modelopt" else None
         if isinstance(layer, compat.LinearBase):
             if self._is_ignored(prefix):
                 return compat.UnquantizedLinearMethod()
