@@ -117,8 +117,8 @@ def test_a_mixture_goes_over_from_few_to_many_without_a_step() -> None:
     for row in (0, 77, 199):
         alone = tuple(arg[row : row + 1] if at < 3 else arg for at, arg in enumerate(args))
         expected = whole[row : row + 1]
-        # A few roundings to bf16 on the way, of terms of the size of the row.
-        close = float(expected.float().std()) * 2**-7
+        # Several roundings to bf16 on the way, of terms that may be larger than their sum.
+        close = float(expected.float().std()) * 2**-5
         torch.testing.assert_close(op.run(*alone), expected, rtol=2**-7, atol=close)
 
 
