@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
+
+from gristmill.formats.nvfp4 import NVFP4Tensor
 
 Tensors = dict[str, torch.Tensor]
 
@@ -119,4 +123,23 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
             one.contiguous().reshape(-1).view(torch.uint8),
             other.contiguous().reshape(-1).view(torch.uint8),
         )
+    )
+
+
+PRODUCERS = pytest.mark.parametrize(
+    ("name", "config"), [(modelopt, MODELOPT), (compressed, COMPRESSED)]
+)
+Namer = Callable[[str, Tensors], Tensors]
+
+
+def is_made_of(weight: NVFP4Tensor, *parts: Tensors) -> bool:
+    """Codes and scales below each other, and every row with the global scale of its part."""
+    rows = [part["global_scale"].expand(len(part["codes"])) for part in parts]
+    return (
+        same_bits(weight.codes, torch.cat([part["codes"] for part in parts]))
+        and same_bits(
+            weight.scales.view(torch.uint8),
+            torch.cat([part["scales"].view(torch.uint8) for part in parts]),
+        )
+        and same_bits(weight.row_scale, torch.cat(rows))
     )

@@ -146,7 +146,24 @@ def test_reading_a_folder(tmp_path: Path) -> None:
     assert QuantizationConfig.read(tmp_path) == QuantizationConfig.from_dict(COMPRESSED)
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", '{"quantization_config": 3}'])
+def test_the_config_of_a_text_model(tmp_path: Path) -> None:
+    """Models of several parts may say it there; what is said above goes first."""
+    text = {"text_config": {"quantization_config": COMPRESSED}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(HF_QUANT))
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    assert QuantizationConfig.read(tmp_path) == QuantizationConfig.from_dict(COMPRESSED)
+    (tmp_path / "config.json").write_text(json.dumps({**text, "quantization_config": MODELOPT}))
+    assert QuantizationConfig.read(tmp_path) == QuantizationConfig.from_dict(MODELOPT)
+    for nothing in ({}, None, 3, {"quantization_config": None}):
+        (tmp_path / "config.json").write_text(json.dumps({"text_config": nothing}))
+        expected = QuantizationConfig.from_hf_quant_config(HF_QUANT)
+        assert QuantizationConfig.read(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[1]", '{"quantization_config": 3}', '{"text_config": {"quantization_config": 3}}'],
+)
 def test_a_broken_file_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"config\.json"):

@@ -14,8 +14,11 @@ from hand_made import (
     COMPRESSED,
     HF_QUANT,
     MODELOPT,
+    PRODUCERS,
+    Namer,
     Tensors,
     compressed,
+    is_made_of,
     matrix,
     modelopt,
     same_bits,
@@ -26,25 +29,7 @@ from safetensors.torch import save_file
 
 from gristmill.checkpoints import Checkpoint
 from gristmill.errors import CheckpointError
-from gristmill.formats.nvfp4 import NVFP4Tensor, dequantize, swizzle
-
-PRODUCERS = pytest.mark.parametrize(
-    ("name", "config"), [(modelopt, MODELOPT), (compressed, COMPRESSED)]
-)
-Namer = Callable[[str, Tensors], Tensors]
-
-
-def is_made_of(weight: NVFP4Tensor, *parts: Tensors) -> bool:
-    """Codes and scales below each other, and every row with the global scale of its part."""
-    rows = [part["global_scale"].expand(len(part["codes"])) for part in parts]
-    return (
-        same_bits(weight.codes, torch.cat([part["codes"] for part in parts]))
-        and same_bits(
-            weight.scales.view(torch.uint8),
-            torch.cat([part["scales"].view(torch.uint8) for part in parts]),
-        )
-        and same_bits(weight.row_scale, torch.cat(rows))
-    )
+from gristmill.formats.nvfp4 import NVFP4Tensor, dequantize
 
 
 @PRODUCERS
@@ -268,10 +253,10 @@ def test_broken_files(tmp_path: Path) -> None:
         ("weight_scale", torch.zeros(8, 2, dtype=torch.uint8), "must have dtype F8_E4M3, got U8"),
         ("weight_scale_2", torch.zeros(()).double(), "must have dtype F32, got F64"),
         ("weight_scale_2", torch.ones(8), r"must be one value, got shape \(8,\)"),
-        ("weight_scale_2", torch.tensor(math.nan), "finite and above zero, got nan"),
-        ("weight_scale_2", torch.tensor(math.inf), "finite and above zero, got inf"),
-        ("weight_scale_2", torch.tensor(0.0), "finite and above zero, got 0.0"),
-        ("weight_scale_2", torch.tensor([-2.0]), "finite and above zero, got -2.0"),
+        ("weight_scale_2", torch.tensor(math.nan), "finite and not negative, got nan"),
+        ("weight_scale_2", torch.tensor(math.inf), "finite and not negative, got inf"),
+        ("weight_scale_2", torch.tensor(-math.inf), "finite and not negative, got -inf"),
+        ("weight_scale_2", torch.tensor([-2.0]), "finite and not negative, got -2.0"),
     ],
 )
 def test_wrong_tensors(tmp_path: Path, part: str, value: torch.Tensor, message: str) -> None:
@@ -286,9 +271,18 @@ def test_wrong_divisors(tmp_path: Path, value: float) -> None:
     """1e-40 is finite, and what it makes of a weight is not."""
     tensors = compressed("a", matrix(8, 32)) | {"a.weight_global_scale": torch.tensor([value])}
     with pytest.raises(
-        CheckpointError, match=r"a\.weight_global_scale: a global scale must be fin"
+        CheckpointError, match=r"a\.weight_global_scale: .* must be finite and above zero, got"
     ):
         Checkpoint(write(tmp_path, tensors, COMPRESSED)).linear("a")
+
+
+def test_a_multiplier_may_be_zero(tmp_path: Path) -> None:
+    """The scale of a layer of zeros."""
+    zeros, parts = matrix(8, 32, scale=0.0), matrix(8, 32, seed=1)
+    checkpoint = Checkpoint(write(tmp_path, modelopt("a", zeros) | modelopt("b", parts)))
+    assert is_made_of(checkpoint.linear("a"), zeros)
+    assert dequantize(checkpoint.linear("a")).eq(0).all()
+    assert is_made_of(checkpoint.fused(["a", "b"]), zeros, parts)
 
 
 @pytest.mark.parametrize(("code", "shown"), [(0x7F, "nan"), (0xFF, "nan"), (0xB8, "-1.0")])
@@ -344,6 +338,48 @@ def test_modules_that_are_not_there_or_not_quantized(tmp_path: Path) -> None:
         checkpoint.fused([])
 
 
+def fp8(module: str) -> Tensors:
+    """A layer as FP8 checkpoints have it."""
+    weight = torch.ones(8, 32).to(torch.float8_e4m3fn)
+    scales = {f"{module}.weight_scale": torch.tensor(0.5), f"{module}.input_scale": torch.ones(())}
+    return {f"{module}.weight": weight} | scales
+
+
+@PRODUCERS
+def test_layers_of_other_formats_are_not_quantized(
+    tmp_path: Path, name: Namer, config: Any
+) -> None:
+    tensors = name("a.q_proj", matrix(8, 32)) | fp8("a.k_proj") | fp8("b")
+    int4 = {"c.weight_packed": torch.zeros(8, 4).int(), "c.weight_scale": torch.ones(8, 1)}
+    checkpoint = Checkpoint(write(tmp_path, tensors | int4, config))
+    assert list(checkpoint.modules()) == ["a.q_proj"]
+    assert checkpoint.is_quantized("a.q_proj")
+    assert not checkpoint.is_quantized("b")
+    assert not checkpoint.is_quantized("c")
+    with pytest.raises(CheckpointError, match=r"a.qkv_proj is quantized in part: a.q_proj of"):
+        checkpoint.is_quantized("a.qkv_proj")
+    with pytest.raises(
+        CheckpointError, match=r"b\.weight is not in NVFP4, it is F8_E4M3 \(8, 32\) and has no glo"
+    ):
+        checkpoint.linear("b")
+    with pytest.raises(CheckpointError, match=r"c\.weight_packed is not in NVFP4, it is I32"):
+        checkpoint.linear("c")
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj", "gate_up_proj.weight", "down_proj", "w13_weight"])
+def test_stacked_experts_are_named_as_such(tmp_path: Path, name: str) -> None:
+    stack = {f"m.experts.{name}": torch.zeros(2, 8, 16, dtype=torch.uint8), "m.a": torch.ones(2)}
+    checkpoint = Checkpoint(write(tmp_path, stack))
+    with pytest.raises(
+        CheckpointError,
+        match=rf"no experts m\.experts\.0, .*; they are stored stacked \(m\.experts\.{name} has "
+        rf"shape \(2, 8, 16\)\), which is not read",
+    ):
+        checkpoint.experts("m.experts")
+    with pytest.raises(CheckpointError, match=r"there are no experts m\.0, m\.1, \.\.\.$"):
+        checkpoint.experts("m")
+
+
 def test_fused_layers_that_do_not_fit(tmp_path: Path) -> None:
     tensors = modelopt("a.q_proj", matrix(8, 32)) | modelopt("a.k_proj", matrix(8, 64))
     tensors |= {"a.v_proj.weight": torch.ones(8, 32)}
@@ -373,48 +409,6 @@ def test_another_group_size(tmp_path: Path) -> None:
     tensors["a.weight_scale"] = matrix(7, 128)["scales"]
     with pytest.raises(CheckpointError, match=r"got \(7, 8\)$"):
         Checkpoint(write(tmp_path, tensors)).linear("a")
-
-
-@pytest.mark.parametrize("shape", [(40, 96), (128, 64), (130, 16)])
-@pytest.mark.parametrize("flat", [False, True])
-@PRODUCERS
-def test_swizzled_scales(
-    tmp_path: Path, shape: tuple[int, int], flat: bool, name: Namer, config: Any
-) -> None:
-    parts = matrix(*shape)
-    tiled = swizzle(parts["scales"])
-    tall = -(-shape[0] // 128) * 128
-    stored = {**parts, "scales": tiled if flat else tiled.view(tall, -1)}
-    checkpoint = write(tmp_path, name("a", stored), config)
-    if stored["scales"].shape != parts["scales"].shape:
-        with pytest.raises(CheckpointError, match=r"looks swizzled, .* with swizzled=True"):
-            Checkpoint(checkpoint).linear("a")
-    else:  # nothing tells, so the files are believed
-        assert not is_made_of(Checkpoint(checkpoint).linear("a"), parts)
-    assert is_made_of(Checkpoint(checkpoint, swizzled=True).linear("a"), parts)
-    assert is_made_of(Checkpoint(checkpoint, swizzled=True).fused(["a", "a"]), parts, parts)
-
-
-def test_scales_that_are_not_swizzled_after_all(tmp_path: Path) -> None:
-    checkpoint = Checkpoint(write(tmp_path, modelopt("a", matrix(40, 96))), swizzled=True)
-    with pytest.raises(
-        CheckpointError, match=r"shape \(40, 6\); in tiles .* 128 x 8.* without swi"
-    ):
-        checkpoint.linear("a")
-
-
-def test_scales_that_are_marked_as_swizzled(tmp_path: Path) -> None:
-    parts = matrix(128, 64)
-    tensors = modelopt("a", {**parts, "scales": swizzle(parts["scales"]).view(128, 4)})
-    write(tmp_path, tensors, scales_swizzled="true")
-    with pytest.raises(CheckpointError, match=r"looks swizzled, .* is marked so in its file"):
-        Checkpoint(tmp_path).linear("a")
-    assert is_made_of(Checkpoint(tmp_path, swizzled=True).linear("a"), parts)
-    write(tmp_path, tensors, scales_swizzled="false")
-    assert Checkpoint(tmp_path).linear("a").shape == (128, 64)
-    write(tmp_path, tensors | {"a.comfy_quant": torch.zeros(4, dtype=torch.uint8)})
-    with pytest.raises(CheckpointError, match="looks swizzled"):
-        Checkpoint(tmp_path).linear("a")
 
 
 def test_what_was_read_does_not_hang_on_the_file(tmp_path: Path) -> None:

@@ -107,6 +107,21 @@ def test_a_fused_weight_is_split_into_its_shards(tmp_path: Path) -> None:
     assert same(checkpoint.fused([f"l.0.{name}" for name in rows]), fused)
 
 
+def test_shards_are_named_as_weights_are(tmp_path: Path) -> None:
+    fused = below(weight(16, 32, 0, 0.5), weight(8, 32, 1, 0.25))
+    rows = {"q": 16, "kv": 8}
+    for name in ("a.b", "a.b.weight"):
+        for key in ("a.b", "a.b.weight"):
+            save_modelopt(tmp_path, {name: fused}, shards={key: rows})
+            assert same(Checkpoint(tmp_path).fused(["a.q", "a.kv"]), fused)
+
+
+def test_a_layer_of_zeros(tmp_path: Path) -> None:
+    zeros = weight(8, 32, scale=0.0)
+    save_modelopt(tmp_path, {"a": zeros})
+    assert same(Checkpoint(tmp_path).linear("a"), zeros)
+
+
 def test_experts_there_and_back(tmp_path: Path) -> None:
     experts = []
     for e in range(3):
@@ -223,8 +238,15 @@ def test_rows_of_different_scales_are_refused(tmp_path: Path) -> None:
         ({"a": weight(8, 32)}, {"shards": {"a": {"b": 4, "c": 3}}}, "add up to its 8 rows, got"),
         ({"a": weight(8, 32)}, {"shards": {"a": {"b": 9, "c": -1}}}, "add up to its 8 rows, got"),
         ({"a": weight(8, 32), "a.weight": torch.ones(1)}, {}, r"a\.weight would be there twice"),
-        ({"a": weight(8, 32, scale=-1.0)}, {}, "a: a global scale must be finite and above zero"),
-        ({"a": weight(8, 32, scale=float("nan"))}, {}, "different global scales|finite and above"),
+        ({"a": weight(8, 32, scale=-1.0)}, {}, "a: a global scale must be finite and not negat"),
+        ({"a": weight(8, 32, scale=float("nan"))}, {}, "different global scales"),
+        ({"a": weight(1, 32, scale=float("nan"))}, {}, "finite and not negative, got nan"),
+        ({"a": weight(8, 32, scale=float("inf"))}, {}, "finite and not negative, got inf"),
+        (
+            {"a": weight(8, 32)},
+            {"shards": {"a": {"b": 8}, "a.weight": {"c": 8}}},
+            "shards speaks of a twice",
+        ),
         ({"a": quantize(torch.ones(2, 2, 2, 16))}, {}, r"a matrix or a stack .* \(2, 2, 2, 16\)"),
     ],
 )

@@ -281,6 +281,7 @@ def test_what_is_not_finite_is_refused(bad: float) -> None:
         (torch.zeros(16), ValueError, r"shape \(..., N, K\) with K a multiple of 16, got \(16,\)"),
         (torch.zeros(2, 24), ValueError, r"K a multiple of 16, got \(2, 24\)"),
         (torch.zeros(2, 16).to_sparse(), ValueError, "w must be a dense tensor"),
+        (torch.zeros(2, 16, device="meta"), ValueError, "w is on the meta device and has no val"),
     ],
 )
 def test_wrong_weights_are_refused(w: Any, error: type[Exception], message: str) -> None:
@@ -324,6 +325,19 @@ def test_temporaries_are_bounded_and_the_host_waits_once(
     # The results themselves, or a piece in fp32 and not eight of those.
     assert watch.largest == max(q.codes.nbytes, 4 << 12)
     assert watch.waits == 1
+
+
+@pytest.mark.parametrize("dims", [(1, 0, 2, 3), (0, 1, 3, 2), (3, 1, 2, 0)])
+def test_no_stack_is_copied_for_its_strides(
+    dims: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = torch.randn(16, 48, 32, 64, generator=torch.Generator().manual_seed(0)).permute(dims)
+    monkeypatch.setattr(MODULE, "_PIECE", 1 << 12)
+    with Watch(w) as watch:
+        q = quantize(w)
+    assert watch.largest == q.codes.nbytes
+    assert watch.waits == 1
+    assert bits(q) == bits(quantize(w.contiguous()))
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -183,14 +184,17 @@ def test_captured_and_replayed() -> None:
 
 
 def saved_and_loaded(runner: Any) -> Any:
-    """By torch, whose tensors of fp8 come back from no plain pickle."""
     file = io.BytesIO()
     torch.save(runner, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("make", [copy.deepcopy, saved_and_loaded])
+def pickled(runner: Any) -> Any:
+    return pickle.loads(pickle.dumps(runner))
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, saved_and_loaded, pickled])
 def test_copies_compute_the_same(make: Callable[[Any], Any]) -> None:
     stacks, options = moe_parts()
     for runner in (Nvfp4LinearRunner(*linear_parts()), Nvfp4MoeRunner(*stacks, **options)):

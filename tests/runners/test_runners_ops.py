@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -187,9 +188,40 @@ def test_no_input_of_moe_may_come_back(which: int) -> None:
 
 
 def test_a_runner_of_the_other_op_is_an_error() -> None:
-    runner = Times(weight())
-    with pytest.raises(TypeError, match="_run_impl"):
-        moe_gemm(*routed(3), register_runner(runner), 8)
+    runner, experts = Times(weight()), Experts(torch.randn(4, 8, 8))
+    runner_id = register_runner(runner)
+    whole = (
+        f"nvfp4_moe_gemm: runner {runner_id} (Times) is no runner for this op, which calls "
+        f"_run_impl with 3 tensors; it takes (x)"
+    )
+    with pytest.raises(DtypeError, match=re.escape(whole)):
+        moe_gemm(*routed(3), runner_id, 8)
+    with pytest.raises(
+        DtypeError,
+        match=r"nvfp4_linear_gemm: runner 'experts' \(Experts\) .* with 1 tensor; it takes "
+        r"\(hidden_states, topk_weights, topk_ids\)",
+    ):
+        linear_gemm(torch.ones(3, 8), register_runner(experts, "experts"), 8)
+
+
+def test_a_type_error_inside_a_runner_comes_out_as_it_is() -> None:
+    """Also out of one whose decorator names another signature than its own."""
+
+    def adds(x: torch.Tensor) -> Any:
+        return x + object()
+
+    def takes_two(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+        return one + two
+
+    runner, wrapped, inner = Returns(adds), Times(weight()), Returns(takes_two)
+    wrapped._run_impl = functools.wraps(takes_two)(lambda *tensors: adds(*tensors))  # type: ignore
+    for one in (runner, wrapped):
+        with pytest.raises(TypeError, match="unsupported operand") as caught:
+            linear_gemm(torch.ones(1, 2), register_runner(one), 2)
+        assert type(caught.value) is TypeError
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'two'") as caught:
+        linear_gemm(torch.ones(1, 2), register_runner(inner), 2)
+    assert type(caught.value) is TypeError
 
 
 # --- gradients

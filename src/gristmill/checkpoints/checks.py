@@ -21,15 +21,19 @@ def check_block_scales(where: str, scales: torch.Tensor) -> None:
 
 
 def multiplier(where: str, scale: torch.Tensor, divides: bool) -> torch.Tensor:
-    """A stored global scale, one value of fp32, as the factor that weights are multiplied by."""
+    """A stored global scale, one value of fp32, as the factor that weights are multiplied by.
+
+    Zero is the factor of a layer of zeros; nothing is divided by it.
+    """
     if scale.numel() != 1:
         raise CheckpointError(f"{where} must be one value, got shape {tuple(scale.shape)}")
     factor = scale.reshape(()).clone()
     if divides:
         factor = 1 / factor
     for value in (scale.reshape(()), factor):
-        if not bool(value.isfinite()) or float(value) <= 0:
+        if not bool(value.isfinite()) or float(value) < 0:
+            least = "above zero" if divides else "not negative"
             raise CheckpointError(
-                f"{where}: a global scale must be finite and above zero, got {float(scale)}"
+                f"{where}: a global scale must be finite and {least}, got {float(scale)}"
             )
     return factor

@@ -88,9 +88,15 @@ class QuantizationConfig:
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str]) -> QuantizationConfig | None:
-        """From config.json, else from hf_quant_config.json; None where neither speaks of it."""
+        """From config.json, else from hf_quant_config.json; None where neither speaks of it.
+
+        In a config.json of several models, that of the text model counts.
+        """
         folder = Path(folder)
-        config = read_json(folder / CONFIG_FILE).get("quantization_config")
+        content = read_json(folder / CONFIG_FILE)
+        config = content.get("quantization_config")
+        if config is None:
+            config = _of(content, "text_config").get("quantization_config")
         if config is not None:
             return _told(folder / CONFIG_FILE, cls.from_dict, config)
         config = read_json(folder / MODELOPT_FILE)

@@ -50,19 +50,24 @@ def parts_of(files: Files, module: str) -> list[str]:
     return [part for part in _PARTS if f"{module}.{part}" in files]
 
 
-def names_of(files: Files, module: str) -> Names | None:
-    """Whose names the quantized weight of a module has; None if it is not quantized."""
-    parts = parts_of(files, module)
-    if COMPRESSED_TENSORS.codes in parts or COMPRESSED_TENSORS.global_scale in parts:
-        return COMPRESSED_TENSORS
-    if MODELOPT.scales in parts or MODELOPT.global_scale in parts:
-        return MODELOPT
-    return None
+def names_of(reader: Reader, module: str) -> Names | None:
+    """Whose names the NVFP4 weight of a module has; None if it is not in NVFP4.
+
+    Other formats have a scale beside the weight, too; but no other has a global scale, or block
+    scales in E4M3, so either of them tells even where the rest is missing.
+    """
+    parts = parts_of(reader.files, module)
+    for names in (COMPRESSED_TENSORS, MODELOPT):
+        if names.global_scale in parts:
+            return names
+    if MODELOPT.scales not in parts or reader.kind(f"{module}.{MODELOPT.scales}")[0] != "F8_E4M3":
+        return None
+    return COMPRESSED_TENSORS if COMPRESSED_TENSORS.codes in parts else MODELOPT
 
 
 def find_layer(reader: Reader, module: str, *, swizzled: bool) -> Layer:
     files = reader.files
-    names = names_of(files, module)
+    names = names_of(reader, module)
     if names is None:
         _refuse_unquantized(reader, module)
     if f"{module}.pre_quant_scale" in files:
@@ -143,9 +148,10 @@ def _is_marked(reader: Reader, layer: Layer) -> bool:
 
 
 def _refuse_unquantized(reader: Reader, module: str) -> NoReturn:
-    name = f"{module}.weight"
+    packed = COMPRESSED_TENSORS.codes in parts_of(reader.files, module)
+    name = f"{module}.{COMPRESSED_TENSORS.codes if packed else MODELOPT.codes}"
     dtype, shape = reader.kind(name)  # says so where there is no such tensor
     raise CheckpointError(
-        f"{reader.files.at(name)} is not in NVFP4, it is {dtype} {shape} and has no scales beside "
-        f"it; read it with tensor({name!r})"
+        f"{reader.files.at(name)} is not in NVFP4, it is {dtype} {shape} and has no global scale "
+        f"beside it; read it with tensor({name!r})"
     )

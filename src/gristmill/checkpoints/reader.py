@@ -56,7 +56,8 @@ class Checkpoint:
     def modules(self) -> Iterator[str]:
         """The names of the modules that are in NVFP4, sorted."""
         owners = dict.fromkeys(name.rpartition(".")[0] for name in self.names())
-        return (module for module in owners if names_of(self._files, module) is not None)
+        with self._files.reading() as reader:
+            return iter([module for module in owners if names_of(reader, module) is not None])
 
     def tensor(self, name: str, device: Device = "cpu") -> torch.Tensor:
         """A tensor as it is stored."""
@@ -72,7 +73,8 @@ class Checkpoint:
         first = [f"{module}.0.{part}" for names in EXPERTS for part in names]
         candidates = dict.fromkeys([module, *shards_of(module), *first])
         shards = [shard for shard in candidates if parts_of(self._files, shard)]
-        quantized = [shard for shard in shards if names_of(self._files, shard) is not None]
+        with self._files.reading() as reader:
+            quantized = [shard for shard in shards if names_of(reader, shard) is not None]
         if not shards:
             raise CheckpointError(f"{self.path}: there is no tensor of a module {module!r}")
         if quantized and len(quantized) < len(shards):
@@ -140,7 +142,9 @@ class Checkpoint:
                 if number.isdecimal():
                     numbers.add(int(number))
         if not numbers:
-            raise CheckpointError(f"{self.path}: there are no experts {prefix}.0, {prefix}.1, ...")
+            raise CheckpointError(
+                f"{self.path}: there are no experts {prefix}.0, {prefix}.1, ...{self._why(prefix)}"
+            )
         missing = sorted(set(range(max(numbers) + 1)) - numbers)
         if missing:
             raise CheckpointError(f"{self.path}: {prefix} has no experts {missing[:10]}")
@@ -157,6 +161,19 @@ class Checkpoint:
             [[f"{prefix}.{number}.{part}" for part in (gate, up)] for number in chosen],
             [[f"{prefix}.{number}.{down}"] for number in chosen],
         )
+
+    def _why(self, prefix: str) -> str:
+        """A hint where the experts are there, but all in one tensor."""
+        parts = (*dict.fromkeys(part for names in EXPERTS for part in names), "gate_up_proj", "w13")
+        below = tuple(f"{prefix}.{part}" for part in parts)
+        with self._files.reading() as reader:
+            for name in self.names():
+                if name.startswith(below) and len(reader.kind(name)[1]) == 3:
+                    return (
+                        f"; they are stored stacked ({name} has shape {reader.kind(name)[1]}), "
+                        f"which is not read: only experts of two dims each are"
+                    )
+        return ""
 
     def _stack(self, reader: Reader, modules: list[list[str]], device: Device) -> NVFP4Tensor:
         """One matrix for each list of modules, its rows those of the modules in turn."""

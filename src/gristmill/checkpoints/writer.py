@@ -24,6 +24,7 @@ from gristmill.checkpoints.config import (
 )
 from gristmill.checkpoints.files import INDEX_FILE, SINGLE_FILE
 from gristmill.checkpoints.names import MODELOPT, sibling
+from gristmill.checkpoints.parts import collected
 from gristmill.errors import CheckpointError
 from gristmill.formats.nvfp4 import NVFP4Tensor
 from gristmill.formats.nvfp4.tensor import BLOCK
@@ -55,6 +56,8 @@ def save_modelopt(
         folder: made if it is not there.
         weights: NVFP4 weights by the name of their module, all other tensors by their own. A stack
             ``(E, N, K)`` named ``"a.experts.down_proj"`` becomes ``"a.experts.{e}.down_proj"``.
+            Also the state dict of a model with `gristmill.nn.NVFP4Linear` and `NVFP4MoE`, whose
+            weights come in parts.
         config: what config.json is to hold besides; None keeps the one in the folder, if any.
         shards: how fused weights are stored: ``{"a.qkv_proj": {"q_proj": 64, "k_proj": 32, ...}}``
             gives names, that replace the last part of the module's, and numbers of rows. A layer
@@ -68,7 +71,7 @@ def save_modelopt(
     """
     if kv_cache not in (None, "fp8"):
         raise CheckpointError(f"save_modelopt: kv_cache must be None or 'fp8', got {kv_cache!r}")
-    layers = list(_layers(weights, shards or {}))
+    layers = list(_layers(collected(weights), _by_module(shards or {})))
     _check_names(layers, activations)
     quantized = {name.rpartition(".")[0] for layer in layers for name in layer if _is_scale(name)}
     found = QuantizationConfig(
@@ -94,6 +97,16 @@ def save_modelopt(
         _write_json(place / MODELOPT_FILE, _hf_quant_config(activations, list(left), kv_cache))
 
 
+def _by_module(shards: Mapping[str, Mapping[str, int]]) -> dict[str, Mapping[str, int]]:
+    found: dict[str, Mapping[str, int]] = {}
+    for name, parts in shards.items():
+        module = name.removesuffix(f".{MODELOPT.codes}")
+        if module in found:
+            raise CheckpointError(f"save_modelopt: shards speaks of {module} twice")
+        found[module] = parts
+    return found
+
+
 def _layers(
     weights: Mapping[str, NVFP4Tensor | torch.Tensor], shards: Mapping[str, Mapping[str, int]]
 ) -> Iterator[Tensors]:
@@ -101,7 +114,7 @@ def _layers(
     unused = set(shards)
     for name, weight in weights.items():
         if isinstance(weight, NVFP4Tensor):
-            module = name.removesuffix(".weight")
+            module = name.removesuffix(f".{MODELOPT.codes}")
             unused -= {module}
             yield from _quantized(module, weight, shards.get(module))
         elif isinstance(weight, torch.Tensor):

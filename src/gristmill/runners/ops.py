@@ -5,6 +5,7 @@ Opaque: their fakes know the result from the arguments alone and never look for 
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -28,7 +29,12 @@ def _define(op: str, tensors: str, width: str, instead: str) -> None:
     def implementation(*args: Any) -> torch.Tensor:
         *inputs, runner_id, columns = args
         refuse_tangents(op, args)
-        result = _call(REGISTRY.find(op, runner_id), inputs)
+        runner = REGISTRY.find(op, runner_id)
+        try:
+            result = _call(runner, inputs)
+        except TypeError:
+            _check_signature(op, runner_id, runner, inputs)
+            raise
         return _checked(op, runner_id, result, inputs, columns)
 
     def fake(*args: Any) -> torch.Tensor:
@@ -65,6 +71,32 @@ def _call(runner: Any, inputs: list[torch.Tensor]) -> Any:
         with torch.no_grad():
             return _call(runner, inputs)
     return runner._run_impl(*inputs)
+
+
+def _check_signature(op: str, runner_id: int, runner: Any, inputs: list[torch.Tensor]) -> None:
+    """That the runner could be called at all; asked only when a call has failed."""
+    try:
+        # The callable's own: what a decorator names as wrapped is not what was called.
+        signature = inspect.signature(runner._run_impl, follow_wrapped=False)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*inputs)
+    except TypeError as problem:
+        many = "1 tensor" if len(inputs) == 1 else f"{len(inputs)} tensors"
+        raise DtypeError(
+            f"{op}: {REGISTRY.describe(runner_id)} is no runner for this op, which calls _run_impl "
+            f"with {many}; it takes {_parameters(signature)}"
+        ) from problem
+
+
+def _parameters(signature: inspect.Signature) -> str:
+    """By their names, without annotations."""
+    bare = [
+        parameter.replace(annotation=inspect.Parameter.empty)
+        for parameter in signature.parameters.values()
+    ]
+    return str(inspect.Signature(bare))
 
 
 def _checked(

@@ -61,14 +61,31 @@ _tables: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
 
 def _pairs(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """256 entries of two values each, viewed as one element; kept per device and dtype."""
+    if not _can_keep(device):
+        return _made(device, dtype)
     table = _tables.get((device, dtype))
     if table is None:
         with torch.inference_mode(False), torch.no_grad():
-            every = torch.arange(256, dtype=torch.int16, device=device).to(torch.uint8)
-            values = decode(unpack(every[:, None]), dtype)
-            table = values.view(_WHOLE[dtype.itemsize]).flatten()
-        # A captured graph owns the memory of what it makes, and a tracer's tensors hold nothing.
-        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if type(table) is torch.Tensor and not capturing and not torch.compiler.is_compiling():
-            _tables[device, dtype] = table
+            # By way of the CPU: the copy is over before another stream can see the table.
+            table = _tables[device, dtype] = _made(torch.device("cpu"), dtype).to(device)
     return table
+
+
+def _made(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    every = torch.arange(256, dtype=torch.int16, device=device).to(torch.uint8)
+    return decode(unpack(every[:, None]), dtype).view(_WHOLE[dtype.itemsize]).flatten()
+
+
+def _can_keep(device: torch.device) -> bool:
+    """Whether tensors are what they seem, and stay.
+
+    Tracers, transforms and modes hand out tensors that end with them, and take none that was there
+    before; a captured graph owns the memory of what it makes.
+    """
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    if device.type == "meta":
+        return False
+    return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()

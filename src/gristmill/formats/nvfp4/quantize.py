@@ -66,20 +66,11 @@ def quantize(w: torch.Tensor, *, method: str = "amax") -> NVFP4Tensor:
     *stack, rows, columns = w.shape
     with torch.no_grad():
         global_scale = _global_scale(w, method)
-        source = w.reshape(math.prod(stack), rows, columns)
-        factor = global_scale.view(-1, 1, 1)
-        lines, device = source.shape[:2], w.device
+        lines, device = (*stack, rows), w.device
         codes = torch.empty((*lines, columns // 2), dtype=torch.uint8, device=device)
         scales = torch.empty((*lines, columns // BLOCK), dtype=torch.float8_e4m3fn, device=device)
-        for piece in _pieces(*source.shape):
-            blocks = source[piece].float().unflatten(-1, (-1, BLOCK))
-            scales[piece] = _block_scales(blocks, factor[piece[0]], method)
-            codes[piece] = _codes(blocks, scales[piece], factor[piece[0]])
-    return NVFP4Tensor(
-        codes.view(*stack, rows, columns // 2),
-        scales.view(*stack, rows, columns // BLOCK),
-        global_scale,
-    )
+        _fill(codes, scales, w, global_scale, method)
+    return NVFP4Tensor(codes, scales, global_scale)
 
 
 def _check(w: Any, method: Any) -> None:
@@ -88,6 +79,10 @@ def _check(w: Any, method: Any) -> None:
         raise DtypeError(f"quantize: w must be a tensor of fp32, bf16, fp16 or fp64, got {got}")
     if w.layout != torch.strided or w.is_nested:
         raise ArgumentError("quantize: w must be a dense tensor")
+    if w.device.type == "meta":
+        raise ArgumentError(
+            "quantize: w is on the meta device and has no values; quantize it where it has"
+        )
     if w.dim() < 2 or w.shape[-1] % BLOCK:
         raise ArgumentError(
             f"quantize: w must have shape (..., N, K) with K a multiple of {BLOCK}, "
@@ -114,6 +109,28 @@ def _global_scale(w: torch.Tensor, method: str) -> torch.Tensor:
     # Not below the normal numbers, where the scale itself would lose its bits.
     scale = scale.clamp(min=torch.finfo(torch.float32).tiny)
     return torch.where(amax == 0, torch.ones_like(scale), scale)
+
+
+def _fill(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    w: torch.Tensor,
+    global_scale: torch.Tensor,
+    method: str,
+) -> None:
+    """Write the codes and scales of a stack of any dims."""
+    if w.dim() > 3 and not w.is_contiguous():
+        # As one stack of matrices it might have to be copied.
+        for part in range(w.shape[0]):
+            _fill(codes[part], scales[part], w[part], global_scale[part], method)
+        return
+    matrices = math.prod(w.shape[:-2])
+    codes, scales, source = (part.view(matrices, *part.shape[-2:]) for part in (codes, scales, w))
+    factor = global_scale.view(matrices, 1, 1)
+    for piece in _pieces(*source.shape):
+        blocks = source[piece].float().unflatten(-1, (-1, BLOCK))
+        scales[piece] = _block_scales(blocks, factor[piece[0]], method)
+        codes[piece] = _codes(blocks, scales[piece], factor[piece[0]])
 
 
 def _pieces(matrices: int, rows: int, columns: int) -> Iterator[tuple[slice, slice]]:

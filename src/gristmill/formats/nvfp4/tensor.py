@@ -20,6 +20,7 @@ from gristmill.errors import ArgumentError, DtypeError
 from gristmill.formats.nvfp4 import e2m1, tiles
 
 BLOCK = 16  # elements along K that share a scale
+E4M3 = torch.float8_e4m3fn
 LARGEST_SCALE = 448.0  # of E4M3
 ROWS = "rows"
 TILES = "tiles"
@@ -29,8 +30,20 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of wei
 T = TypeVar("T", bound="NVFP4Tensor | PackedNVFP4")
 
 
+class _ByBytes:
+    """For pickles, in which torch writes fp8 but does not read it: such parts go as bytes."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: _seen_as(part, E4M3, torch.uint8) for name, part in vars(self).items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = {**state, "scales": _seen_as(state["scales"], torch.uint8, E4M3)}
+        for name, part in state.items():
+            object.__setattr__(self, name, part)
+
+
 @dataclass(frozen=True, eq=False)
-class NVFP4Tensor:
+class NVFP4Tensor(_ByBytes):
     """A weight in the layout of checkpoints.
 
     Attributes:
@@ -47,7 +60,7 @@ class NVFP4Tensor:
 
     def __post_init__(self) -> None:
         _check_tensor("NVFP4Tensor", "codes", self.codes, torch.uint8)
-        _check_tensor("NVFP4Tensor", "scales", self.scales, torch.float8_e4m3fn)
+        _check_tensor("NVFP4Tensor", "scales", self.scales, E4M3)
         _check_tensor("NVFP4Tensor", "global_scale", self.global_scale, torch.float32)
         codes = tuple(self.codes.shape)
         if len(codes) < 2 or codes[-1] % (BLOCK // 2):
@@ -114,7 +127,7 @@ class NVFP4Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class PackedNVFP4:
+class PackedNVFP4(_ByBytes):
     """A weight in the layout of some GPU's kernels; made by :meth:`NVFP4Tensor.prepare`.
 
     Attributes:
@@ -145,8 +158,7 @@ class PackedNVFP4:
 
     def unpack(self) -> NVFP4Tensor:
         """Back in the layout of checkpoints."""
-        scales = scales_in_rows(self.scales, self.shape[-2], self.shape[-1], self.layout)
-        return NVFP4Tensor(self.codes, scales, self.row_scale)
+        return NVFP4Tensor(self.codes, _unpacked_scales("unpack", self), self.row_scale)
 
 
 def layout_of(arch: str) -> str:
@@ -154,6 +166,10 @@ def layout_of(arch: str) -> str:
 
     Blackwell's tensor cores take block scales in tiles; before it they are read in row order.
     """
+    if not isinstance(arch, str):
+        raise DtypeError(
+            f"prepare: arch must be None or a str such as 'sm_90a', got {type(arch).__name__}"
+        )
     number = arch.removeprefix("sm_").rstrip("af")
     if arch != "cpu" and not number.isdigit():
         raise ArgumentError(f"prepare: {arch!r} is no architecture; write one such as 'sm_90a'")
@@ -198,11 +214,22 @@ def dequantize(q: NVFP4Tensor | PackedNVFP4, dtype: torch.dtype = torch.float32)
     if dtype not in DTYPES:
         raise DtypeError(f"dequantize: dtype must be fp32, bf16, fp16 or fp64, got {dtype}")
     exact = torch.float64 if dtype == torch.float64 else torch.float32
-    scales = q.scales
-    if isinstance(q, PackedNVFP4):
-        scales = scales_in_rows(scales, q.shape[-2], q.shape[-1], q.layout)
+    scales = _unpacked_scales("dequantize", q) if isinstance(q, PackedNVFP4) else q.scales
     values = decode_blocks(q.codes, scales, exact)
     return values.mul_(q.row_scale.unsqueeze(-1)).to(dtype)
+
+
+def _unpacked_scales(op: str, q: PackedNVFP4) -> torch.Tensor:
+    if q.layout not in LAYOUTS:
+        names = " or ".join(map(repr, LAYOUTS))
+        raise ArgumentError(f"{op}: the layout of a PackedNVFP4 must be {names}, got {q.layout!r}")
+    return scales_in_rows(q.scales, q.shape[-2], q.shape[-1], q.layout)
+
+
+def _seen_as(part: Any, old: torch.dtype, new: torch.dtype) -> Any:
+    """A tensor of one dtype as another of the same size; anything else as it is."""
+    is_old = isinstance(part, torch.Tensor) and part.dtype == old
+    return part.view(new) if is_old else part
 
 
 def _parts(value: NVFP4Tensor | PackedNVFP4) -> list[torch.Tensor]:
