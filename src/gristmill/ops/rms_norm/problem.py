@@ -172,7 +172,7 @@ def _layout(tensors: Sequence[torch.Tensor | None]) -> tuple[Layout, bool]:
     dense = row_layout(
         [
             tensor
-            if tensor is None or tensor.is_contiguous()
+            if tensor is None or (tensor.is_contiguous() and tensor.numel())
             else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             for tensor in tensors
         ]
