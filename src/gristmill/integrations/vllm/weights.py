@@ -114,12 +114,14 @@ def _factors(where: str, scales: torch.Tensor, divides: bool) -> torch.Tensor:
             f"name the layer among the ignored ones"
         )
     factors = scales.reciprocal() if divides else scales
-    for values in (scales, factors):
-        if not bool(((values > 0) & values.isfinite()).all()):
-            raise CheckpointError(
-                f"{where} must be finite and above zero, got {float(scales.min())} to "
-                f"{float(scales.max())}"
-            )
+    # A layer of zeros may have a scale of zero; a divisor of zero, or of infinity, means nothing.
+    right = (scales > 0) & (factors > 0) if divides else scales >= 0
+    if not bool((right & scales.isfinite() & factors.isfinite()).all()):
+        wanted = "above zero" if divides else "not negative"
+        raise CheckpointError(
+            f"{where} must be finite and {wanted}, got {float(scales.min())} to "
+            f"{float(scales.max())}"
+        )
     return factors
 
 
