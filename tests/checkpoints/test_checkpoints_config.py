@@ -100,6 +100,10 @@ def test_the_kv_cache_of_hf_quant_config(algorithm: str | None) -> None:
         (changed(MODELOPT, *GROUP, "weights", "group_size", to=32), "'group_0': group_size must"),
         (changed(MODELOPT, "ignore", to="lm_head"), "ignore must be a list of strings"),
         (changed(MODELOPT, "ignore", to=[1]), "ignore must be a list of strings"),
+        (
+            changed(MODELOPT, *GROUP, "weights", "num_bits", to=8),
+            "weights of 8 bits and type 'float'",
+        ),
         (changed(MODELOPT, "config_groups", to=[1]), "config_groups must map names to objects"),
         (changed(COMPRESSED, "config_groups", to={}), "there are no config_groups"),
         (changed(COMPRESSED, "format", to="pack-quantized"), "has format 'pack-quantized'"),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 from vllm.model_executor.layers.attention import Attention, MLAAttention
@@ -23,6 +24,7 @@ from vllm_layers import FUSED, PRODUCERS, quantization, rank
 from vllm_models import compressed_tensors_config, hf_quant_config, modelopt_config
 
 from gristmill.errors import ArgumentError, CheckpointError
+from gristmill.integrations.vllm import adapter
 from gristmill.integrations.vllm.linear_method import GristmillNvfp4LinearMethod
 from gristmill.integrations.vllm.quantization import (
     NAME,
@@ -75,6 +77,7 @@ LEFT = {
     "MXFP8": modelopt_config([], quant_algo="MXFP8"),
     "mixed precision": modelopt_config([], quant_algo="MIXED_PRECISION"),
     "AWQ": modelopt_config([], quant_algo="NVFP4_AWQ"),
+    "a second kind": modelopt_config([], config_groups={"group_1": fp8_group()}),
     "blocks of 32": modelopt_config([], group_size=32),
     "legacy FP8": {"quant_method": "modelopt", **hf_quant_config([], quant_algo="FP8")},
     "compressed-tensors FP8": compressed_tensors_config([], format="float-quantized"),
@@ -229,7 +232,73 @@ def test_a_fused_layer_ignored_in_part_is_refused() -> None:
 def test_ignored_names_follow_the_model() -> None:
     config = quantization("modelopt", ("vision.blocks.0*", "lm_head", "re:^vision.*"))
     config.apply_vllm_mapper(WeightsMapper(orig_to_new_prefix={"vision.": "visual."}))
-    assert config.checkpoint.ignore == ("visual.blocks.0*", "lm_head", "re:^vision.*")
+    mapped = ("visual.blocks.0*", "visual.blocks.0.*", "lm_head", "re:^vision.*")
+    assert config.checkpoint.ignore == mapped
+
+
+def test_patterns_of_a_whole_tower_follow_the_model() -> None:
+    """As ModelOpt writes them; the mapper's prefixes end in a dot, the pattern does not."""
+    config = quantization("modelopt", ("lm_head", "model.visual*"))
+    prefixes = {"model.visual.": "visual.", "model.": "language_model.model."}
+    config.apply_vllm_mapper(WeightsMapper(orig_to_new_prefix=prefixes))
+    assert config.checkpoint.is_ignored("visual.blocks.0.attn.qkv", {})
+    assert not config.checkpoint.is_ignored("language_model.model.layers.0.mlp.down_proj")
+
+
+@pytest.mark.parametrize(
+    ("prefix", "ignored"),
+    [
+        ("mtp.fc", True),
+        ("model.mtp.fc", True),
+        ("mtp.fc2", False),
+        ("vision_tower.blocks.0.fc1", True),
+        ("model.vision_model.layers.0.fc1", True),
+        ("model.layers.0.mlp.down_proj", False),
+    ],
+)
+def test_what_modelopt_never_quantises(prefix: str, ignored: bool) -> None:
+    with rank():
+        layer = ReplicatedLinear(16, 16, bias=False, prefix=prefix)
+        method = quantization("modelopt").get_quant_method(layer, prefix)
+        assert isinstance(method, UnquantizedLinearMethod) == ignored
+        other = quantization("compressed-tensors").get_quant_method(layer, prefix)
+        assert isinstance(other, GristmillNvfp4LinearMethod)
+
+
+@pytest.mark.parametrize(
+    ("platform", "reason"),
+    [
+        ({"is_cuda": False, "is_cpu": False}, "runs on CUDA GPUs and CPUs"),
+        (
+            {"is_cuda": True, "has_device_capability": False},
+            "needs a GPU of compute capability 8.0",
+        ),
+    ],
+)
+def test_other_platforms_are_left_to_vllm(
+    platform: dict[str, bool],
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    given = {"is_cuda": False, "is_cpu": False, "has_device_capability": True, **platform}
+    fake = mock.Mock(**{f"{name}.return_value": value for name, value in given.items()})
+    monkeypatch.setattr(adapter, "_platform", lambda: fake)
+    with caplog.at_level(logging.WARNING, "gristmill"):
+        assert GristmillNvfp4Config.override_quantization_method(TAKEN["modelopt"], NAME) is None
+    assert reason in caplog.text
+
+
+def test_no_exception_reaches_vllm(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken() -> bool:
+        raise adapter.declined("has lost something")
+
+    monkeypatch.setattr(adapter, "is_batch_invariant", broken)
+    with caplog.at_level(logging.WARNING, "gristmill"):
+        assert GristmillNvfp4Config.override_quantization_method(TAKEN["modelopt"], NAME) is None
+    assert "has lost something" in caplog.text
 
 
 def test_the_head_is_not_quantised() -> None:

@@ -220,34 +220,15 @@ def test_processing_twice_changes_nothing() -> None:
         assert torch.equal(layer(inputs())[0], before)
 
 
-def test_weights_are_reloaded_in_place() -> None:
-    """As vLLM's reload does it: CUDA graphs keep their addresses, compiled graphs their ids."""
-    from vllm.model_executor.model_loader.reload import (
-        finalize_layerwise_reload,
-        initialize_layerwise_reload,
-        record_metadata_for_reloading,
-    )
-
-    other = {
-        name: NVFP4Tensor(w.codes ^ 0x11, w.scales, w.global_scale * 3) for name, w in qkv().items()
-    }
+@pytest.mark.parametrize("producer", PRODUCERS)
+def test_a_dense_weight_is_named(producer: str) -> None:
     with rank():
-        layer = qkv_layer()
-        model = torch.nn.Sequential(layer)
-        record_metadata_for_reloading(model)
-        load(layer, "modelopt", qkv())
-        addresses = {name: p.data_ptr() for name, p in layer.named_parameters()}
-        held = getattr(layer, HELD)
-        initialize_layerwise_reload(model)
-        for shard, weight in other.items():
-            for name, tensor in tensors_of("modelopt", weight).items():
-                parameter = getattr(layer, name)
-                parameter.weight_loader(parameter, tensor, shard)
-        finalize_layerwise_reload(model, None)
-        assert {name: p.data_ptr() for name, p in layer.named_parameters()} == addresses
-        assert getattr(layer, HELD) is held
-        x = inputs()
-        close(layer(x)[0], exact(list(other.values()), x))
+        layer = qkv_layer(producer)
+        name = "weight" if producer == "modelopt" else "weight_packed"
+        parameter = getattr(layer, name)
+        dense = torch.randn(HEADS * HEAD, HIDDEN, dtype=torch.bfloat16)
+        with pytest.raises(CheckpointError, match=r"qkv_proj: .* weight of torch.bfloat16"):
+            parameter.weight_loader(parameter, dense, "q")
 
 
 def test_ids_follow_from_the_name_and_live_layers_do_not_share_them() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from vllm.config import LoadConfig, VllmConfig
 from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 from vllm_layers import PRODUCERS, experts, load_experts, quantization, rank
 
@@ -212,6 +213,25 @@ def test_weights_are_reloaded_in_place(matrices: Matrices) -> None:
         finalize_layerwise_reload(model, None)
         assert {name: p.data_ptr() for name, p in layer.named_parameters()} == addresses
         close(run(layer, *call), exact(other, *call))
+
+
+def test_real_weights_after_dummy_ones(matrices: Matrices) -> None:
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+        record_metadata_for_reloading,
+    )
+
+    call = routed()
+    with rank(config=VllmConfig(load_config=LoadConfig(load_format="dummy"))):
+        layer = experts(quantization("modelopt"), **SIZES)
+        model = torch.nn.Sequential(layer)
+        record_metadata_for_reloading(model)
+        layer.quant_method.process_weights_after_loading(layer)
+        initialize_layerwise_reload(model)
+        load_experts(layer, "modelopt", *matrices, process=False)
+        finalize_layerwise_reload(model, None)
+        close(run(layer, *call), exact(matrices, *call))
 
 
 def test_experts_that_were_never_loaded_are_named(matrices: Matrices) -> None:

@@ -58,7 +58,9 @@ class QuantizationConfig:
         activations = _algorithm(where, config.get("quant_algo")) == WITH_ACTIVATIONS
         groups = _groups(where, config)
         for name, group in groups.items():
-            _check_group_size(f"{where}: group {name!r}", _of(group, "weights").get("group_size"))
+            weights = _of(group, "weights")
+            _check_group_size(f"{where}: group {name!r}", weights.get("group_size"))
+            _check_kind(f"{where}: group {name!r}", {"num_bits": 4, "type": "float", **weights})
         if groups and all(group.get("input_activations") is None for group in groups.values()):
             activations = False
         _check_group_size(where, config.get("group_size"))
@@ -133,7 +135,7 @@ class QuantizationConfig:
     def _is_named(self, module: str, patterns: tuple[str, ...]) -> bool:
         inner = self.producer == MODELOPT.producer
         return any(
-            _matches(module, pattern) or (inner and f".{pattern}." in f".{module}.")
+            _matches(module, pattern) or (inner and f".{pattern.strip('.')}." in f".{module}.")
             for pattern in patterns
         )
 
@@ -167,12 +169,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> QuantizationConfig:
                 f"{here} has format {stored_as!r}; only {PACKED_FORMAT!r} is read"
             )
         weights = _of(group, "weights")
-        kind = weights.get("num_bits"), weights.get("type")
-        if kind != (4, "float"):
-            raise CheckpointError(
-                f"{here} has weights of {kind[0]} bits and type {kind[1]!r}; "
-                f"NVFP4 has 4 bits and type 'float'"
-            )
+        _check_kind(here, weights)
         _check_group_size(here, weights.get("group_size"))
         for key, right in (("strategy", "tensor_group"), ("symmetric", True)):
             if weights.get(key, right) != right:
@@ -204,6 +201,15 @@ def _algorithm(where: str, value: Any) -> str:
 def _check_group_size(where: str, size: Any) -> None:
     if size is not None and str(size) != str(BLOCK):
         raise CheckpointError(f"{where}: group_size must be {BLOCK}, got {size!r}")
+
+
+def _check_kind(where: str, weights: Mapping[str, Any]) -> None:
+    kind = weights.get("num_bits"), weights.get("type")
+    if kind != (4, "float"):
+        raise CheckpointError(
+            f"{where} has weights of {kind[0]} bits and type {kind[1]!r}; "
+            f"NVFP4 has 4 bits and type 'float'"
+        )
 
 
 def _groups(where: str, config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

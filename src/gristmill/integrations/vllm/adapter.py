@@ -119,6 +119,16 @@ def runs_here() -> bool:
     return bool(platform.is_cuda() or platform.is_cpu())
 
 
+def why_not_here(capability: int) -> str | None:
+    """Why gristmill has nothing for vLLM's platform, or for a GPU below `capability` (80: 8.0)."""
+    platform = _platform()
+    if not runs_here():
+        return "gristmill runs on CUDA GPUs and CPUs"
+    if platform.is_cuda() and not platform.has_device_capability(capability):
+        return f"gristmill needs a GPU of compute capability {capability / 10}"
+    return None
+
+
 def is_batch_invariant() -> bool:
     """Whether vLLM was asked for results that do not depend on the batch (VLLM_BATCH_INVARIANT)."""
     from vllm import envs

@@ -21,6 +21,7 @@ from gristmill.integrations.vllm.weights import (
     input_scales,
     install,
     is_loaded,
+    loading_codes,
     take,
 )
 from gristmill.runners import Nvfp4LinearRunner
@@ -59,7 +60,10 @@ class GristmillNvfp4LinearMethod(compat.LinearMethodBase):  # type: ignore[misc]
         codes, scales = empty_weight(rows, columns)
         for name, data in ((self.names.codes, codes), (self.names.scales, scales)):
             parameter = compat.ModelWeightParameter(
-                data=data, input_dim=1, output_dim=0, weight_loader=loader
+                data=data,
+                input_dim=1,
+                output_dim=0,
+                weight_loader=loading_codes(self.prefix, loader) if data is codes else loader,
             )
             layer.register_parameter(name, parameter)
         layer.register_parameter(
@@ -73,7 +77,9 @@ class GristmillNvfp4LinearMethod(compat.LinearMethodBase):  # type: ignore[misc]
     def process_weights_after_loading(self, layer: Any) -> None:
         if not is_loaded(layer, self.names):
             return
-        weight = take(layer, self.prefix, self.names, layer.logical_widths, dummy=self.dummy)
+        # Once: what comes after that, by a reload, is real.
+        dummy, self.dummy = self.dummy, False
+        weight = take(layer, self.prefix, self.names, layer.logical_widths, dummy=dummy)
         name = f"vllm linear {self.prefix}"
         install(layer, self.names, {"": weight}, Nvfp4LinearRunner, name)
 

@@ -23,6 +23,7 @@ from gristmill.integrations.vllm.weights import (
     input_scales,
     install,
     is_loaded,
+    loading_codes,
     take,
 )
 from gristmill.runners import Nvfp4MoeRunner
@@ -30,6 +31,8 @@ from gristmill.runners import Nvfp4MoeRunner
 # vLLM's activations in ours. Its "swigluoai" has gate and up in alternate rows.
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "swigluoai_uninterleave": "swiglu_oai"}
 SWIGLU_OAI = {"swiglu_alpha": 1.702, "swiglu_beta": 1.0}  # fixed in ours
+
+DROP = "run this model without gristmill_nvfp4 (and without nvfp4 in GRISTMILL_VLLM)"
 
 # What vLLM's loader of experts wants to know of a scale.
 BLOCKS = compat.FusedMoeWeightScaleSupported.BLOCK.value
@@ -53,13 +56,9 @@ class GristmillNvfp4MoeMethod(compat.FusedMoEMethodBase):  # type: ignore[misc]
         self.prefix = prefix or "experts without a name"
         self.dummy = compat.has_dummy_weights()
         if not moe.is_act_and_mul:
-            raise ArgumentError(
-                f"{self.prefix}: experts without a gate are not supported; drop gristmill_nvfp4"
-            )
+            raise ArgumentError(f"{self.prefix}: experts without a gate are not supported; {DROP}")
         if moe.has_bias:
-            raise ArgumentError(
-                f"{self.prefix}: experts with biases are not supported; drop gristmill_nvfp4"
-            )
+            raise ArgumentError(f"{self.prefix}: experts with biases are not supported; {DROP}")
 
     def create_weights(
         self,
@@ -84,7 +83,8 @@ class GristmillNvfp4MoeMethod(compat.FusedMoEMethodBase):  # type: ignore[misc]
             ("w2_", hidden_size, inner, ()),
         ):
             codes, scales = empty_weight(num_experts, rows, columns)
-            _register(layer, stack + self.names.codes, codes, loader)
+            codes_loader = loading_codes(self.prefix, loader)
+            _register(layer, stack + self.names.codes, codes, codes_loader)
             _register(layer, stack + self.names.scales, scales, loader, BLOCKS)
             data = empty_global_scales(num_experts, *scales_of_each)
             _register(layer, stack + self.names.global_scale, data, loader, TENSOR)
@@ -93,6 +93,8 @@ class GristmillNvfp4MoeMethod(compat.FusedMoEMethodBase):  # type: ignore[misc]
     def process_weights_after_loading(self, layer: Any) -> None:
         if not is_loaded(layer, self.names, "w13_"):
             return
+        # Once: what comes after that, by a reload, is real.
+        dummy, self.dummy = self.dummy, False
         weights = {}
         for stack, parts in (("w13_", 2), ("w2_", 1)):
             rows = getattr(layer, stack + self.names.codes).shape[-2]
@@ -102,7 +104,7 @@ class GristmillNvfp4MoeMethod(compat.FusedMoEMethodBase):  # type: ignore[misc]
                 self.names,
                 [rows // parts] * parts,
                 stack=stack,
-                dummy=self.dummy,
+                dummy=dummy,
             )
         make = functools.partial(
             Nvfp4MoeRunner,
@@ -160,7 +162,7 @@ def _activation(prefix: str, layer: Any) -> str:
     if name not in ACTIVATIONS:
         raise ArgumentError(
             f"{prefix}: the activation {name!r} is not supported; there are: "
-            f"{', '.join(ACTIVATIONS)}; drop gristmill_nvfp4 for this model"
+            f"{', '.join(ACTIVATIONS)}; {DROP}"
         )
     ours = ACTIVATIONS[name]
     for key, fixed in SWIGLU_OAI.items() if ours == "swiglu_oai" else ():

@@ -32,6 +32,12 @@ except ImportError as error:
     raise adapter.declined(f"lacks what a quantization method needs ({error})") from error
 
 NAME = "gristmill_nvfp4"
+MIN_CAPABILITY = 80
+# What ModelOpt leaves dense without saying so; vLLM's own method knows these, too.
+_NEVER_QUANTISED = {
+    "modelopt": ("mtp.fc", "vision_tower", "vision_model", "vit_large_projector"),
+    "compressed-tensors": (),
+}
 _INVARIANT = (
     "VLLM_BATCH_INVARIANT is set, and the kernels of gristmill do not promise the same result for "
     "every batch"
@@ -72,7 +78,7 @@ class GristmillNvfp4Config(QuantizationConfig):  # type: ignore[misc]
 
     @classmethod
     def get_min_capability(cls) -> int:
-        return 80
+        return MIN_CAPABILITY
 
     @staticmethod
     def get_config_filenames() -> list[str]:
@@ -91,7 +97,10 @@ class GristmillNvfp4Config(QuantizationConfig):  # type: ignore[misc]
         asked = user_quant == NAME or (user_quant is None and is_switched_on("nvfp4"))
         if not asked or hf_quant_cfg.get("quant_method") == NAME:
             return None
-        why_not = reason_to_leave(hf_quant_cfg)
+        try:
+            why_not = reason_to_leave(hf_quant_cfg)
+        except Exception as error:  # vLLM would stop
+            why_not = f"{type(error).__name__}: {error}"
         if why_not is None:
             return NAME
         warn_once(f"vllm takeover {why_not}", f"vLLM NVFP4: left to vLLM: {why_not}")
@@ -102,9 +111,15 @@ class GristmillNvfp4Config(QuantizationConfig):  # type: ignore[misc]
             result: list[str] = []
             for name in names:
                 # The mapper knows names of modules: neither patterns nor names of classes.
-                is_path = "." in name and not name.startswith("re:")
-                result += hf_to_vllm_mapper.apply_list([name]) if is_path else [name]
-            return tuple(result)
+                if "." not in name or name.startswith("re:"):
+                    result.append(name)
+                    continue
+                # It has prefixes that end in a dot: "model.visual*" is no such name, what lies
+                # below "model.visual" is.
+                below = [f"{name[:-1]}.*"] if name.endswith("*") and name[-2] != "." else []
+                for one in (name, *below):
+                    result += hf_to_vllm_mapper.apply_list([one])
+            return tuple(dict.fromkeys(result))
 
         checkpoint = self.checkpoint
         self.checkpoint = replace(
@@ -132,6 +147,8 @@ class GristmillNvfp4Config(QuantizationConfig):  # type: ignore[misc]
         return None  # embeddings and the head
 
     def _is_ignored(self, prefix: str, parts: Mapping[str, list[str]] | None = None) -> bool:
+        if any(f".{name}." in f".{prefix}." for name in _NEVER_QUANTISED[self.checkpoint.producer]):
+            return True
         return self.checkpoint.is_ignored(prefix, {**self.packed_modules_mapping, **(parts or {})})
 
     def _are_experts_ignored(self, layer: Any, prefix: str) -> bool:
@@ -152,7 +169,9 @@ def reason_to_leave(hf_quant_cfg: Mapping[str, Any]) -> str | None:
         import_module("gristmill.integrations.vllm.compat")
     except (CheckpointError, adapter.Declined) as error:
         return str(error)
-    return _INVARIANT if adapter.is_batch_invariant() else None
+    if adapter.is_batch_invariant():
+        return _INVARIANT
+    return adapter.why_not_here(MIN_CAPABILITY)
 
 
 def _parsed(config: Mapping[str, Any]) -> CheckpointConfig:

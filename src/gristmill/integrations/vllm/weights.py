@@ -3,6 +3,7 @@ producer; the checks of what came; and the runner that the layer keeps."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -67,6 +68,23 @@ def input_scales() -> Parameter:
 
 def _drop(param: Parameter, loaded_weight: torch.Tensor, *others: Any, **named: Any) -> bool:
     return True
+
+
+def loading_codes(prefix: str, loader: Any) -> Any:
+    """`loader`, for codes: says which layer it is when a checkpoint has a dense weight instead."""
+    if loader is None:
+        return None
+
+    @functools.wraps(loader)
+    def load(param: Parameter, loaded_weight: torch.Tensor, *others: Any, **named: Any) -> Any:
+        if loaded_weight.is_floating_point():
+            raise CheckpointError(
+                f"{prefix}: the checkpoint has a weight of {loaded_weight.dtype} in the place of "
+                f"packed NVFP4: its quantization config must name the layer among the ignored ones"
+            )
+        return loader(param, loaded_weight, *others, **named)
+
+    return load
 
 
 def is_loaded(layer: Any, names: Names, stack: str = "") -> bool:
@@ -146,6 +164,9 @@ def install(
     if isinstance(held, HeldRunner) and held.fits(packed):
         held.load(packed)
     else:
+        if held is not None:
+            delattr(layer, HELD)
+            held = None  # the last reference: its name, and so its id, goes to the new one
         held = HeldRunner(make, tuple(map(_of_parameters, packed)), runner_name)
         setattr(layer, HELD, held)
     for stack, weight in zip(weights, held.weights, strict=True):
