@@ -397,3 +397,17 @@ def test_the_norms_themselves_need_no_vllm(weight_dtype: torch.dtype | None) -> 
     assert kept is given[1]
     assert torch.equal(kept, total.bfloat16())
     torch.testing.assert_close(y, native(total), **tolerance)
+
+
+def test_only_the_users_own_process_speaks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM calls the plugin in each of its processes, and eight workers have one thing to say."""
+    from gristmill.integrations.vllm.switch import tell_once
+
+    with caplog.at_level(logging.INFO, "gristmill"):
+        tell_once("own", "in the process that was started")
+        monkeypatch.setattr("multiprocessing.parent_process", lambda: object())
+        tell_once("worker", "in a worker")
+    levels = {record.message: record.levelname for record in caplog.records}
+    assert levels == {"in the process that was started": "WARNING", "in a worker": "INFO"}

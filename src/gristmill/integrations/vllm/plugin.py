@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gristmill.integrations.vllm import adapter
-from gristmill.integrations.vllm.switch import is_switched_on
-from gristmill.log import logger, warn_once
+from gristmill.integrations.vllm.switch import is_switched_on, tell_once
+from gristmill.log import logger
 
 
 def register_norms() -> None:
@@ -69,4 +69,4 @@ def _guarded(half: str, register: Callable[[], None]) -> None:
 
 
 def _say(half: str, what: str) -> None:
-    warn_once(f"vllm {half} {what}", f"vLLM {half}: {what}")
+    tell_once(f"{half} {what}", f"vLLM {half}: {what}")

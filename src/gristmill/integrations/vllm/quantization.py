@@ -19,8 +19,7 @@ import torch
 from gristmill.checkpoints import QuantizationConfig as CheckpointConfig
 from gristmill.errors import ArgumentError, CheckpointError
 from gristmill.integrations.vllm import adapter
-from gristmill.integrations.vllm.switch import is_switched_on
-from gristmill.log import warn_once
+from gristmill.integrations.vllm.switch import is_switched_on, tell_once
 
 try:
     from vllm.model_executor.layers.quantization import (
@@ -103,7 +102,7 @@ class GristmillNvfp4Config(QuantizationConfig):  # type: ignore[misc]
             why_not = f"{type(error).__name__}: {error}"
         if why_not is None:
             return NAME
-        warn_once(f"vllm takeover {why_not}", f"vLLM NVFP4: left to vLLM: {why_not}")
+        tell_once(f"takeover {why_not}", f"vLLM NVFP4: left to vLLM: {why_not}")
         return None
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
