@@ -20,7 +20,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 FAILURE, USAGE = 1, 2
-SHAPE_HELP = "A shape such as 4096x8192 (rows x columns; more leading dimensions are fine)."
+SHAPE_HELP = (
+    "A shape such as 4096x8192: rows x columns, with more leading dimensions if you like; of "
+    "nvfp4_linear also MxNxK, of nvfp4_moe MxEXPERTSxTOPKxHxI."
+)
 DTYPE_NAMES = ("bfloat16", "float16", "float32", "float64")
 DTYPE_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 DTYPE_HELP = "bfloat16, float16 or float32 (or bf16, fp16, fp32)."
