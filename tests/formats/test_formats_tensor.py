@@ -231,3 +231,17 @@ def test_as_an_argument_of_an_exported_program(arch: str | None) -> None:
     made = [q if arch is None else q.prepare(arch) for q in (source, other)]
     program = torch.export.export(Scaled(), (x, made[0]))
     torch.testing.assert_close(program.module()(x, made[1]), x @ dequantize(other).t())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("piece", [1, 7, 100, 1000])
+def test_large_weights_are_dequantised_piece_by_piece(
+    piece: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack = quantize(torch.randn(3, 10, 64))
+    per_row = NVFP4Tensor(stack.codes, stack.scales, torch.rand(3, 10))
+    for weight in (stack, per_row, per_row.prepare("sm_100a"), per_row.rows(2, 7)):
+        whole = dequantize(weight, dtype)
+        with monkeypatch.context() as patch:
+            patch.setattr("gristmill.formats.nvfp4.tensor._PIECE", piece)
+            assert torch.equal(dequantize(weight, dtype), whole)

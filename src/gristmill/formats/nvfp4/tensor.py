@@ -27,6 +27,9 @@ TILES = "tiles"
 LAYOUTS = (ROWS, TILES)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of weights in the open
 
+_PIECE = 1 << 24  # bytes of codes that are decoded at a time
+_transforms = torch._C._functorch.peek_interpreter_stack
+
 T = TypeVar("T", bound="NVFP4Tensor | PackedNVFP4")
 
 
@@ -213,10 +216,27 @@ def dequantize(q: NVFP4Tensor | PackedNVFP4, dtype: torch.dtype = torch.float32)
         )
     if dtype not in DTYPES:
         raise DtypeError(f"dequantize: dtype must be fp32, bf16, fp16 or fp64, got {dtype}")
-    exact = torch.float64 if dtype == torch.float64 else torch.float32
     scales = _unpacked_scales("dequantize", q) if isinstance(q, PackedNVFP4) else q.scales
-    values = decode_blocks(q.codes, scales, exact)
-    return values.mul_(q.row_scale.unsqueeze(-1)).to(dtype)
+    return _values(q.codes, scales, q.row_scale, dtype)
+
+
+def _values(
+    codes: torch.Tensor, scales: torch.Tensor, row_scale: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """All values; those of a large weight piece by piece, for the sake of what is made on the way.
+
+    That is an index of 32 bits for each byte, and the values in fp32.
+    """
+    is_large = codes.numel() > _PIECE and codes.dim() > 1
+    if not is_large or torch.compiler.is_compiling() or _transforms() is not None:
+        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        return decode_blocks(codes, scales, exact).mul_(row_scale.unsqueeze(-1)).to(dtype)
+    values = torch.empty((*codes.shape[:-1], codes.shape[-1] * 2), dtype=dtype, device=codes.device)
+    step = _PIECE * len(codes) // codes.numel()
+    for first in range(0, len(codes), max(step, 1)):
+        part = slice(first, first + step) if step else first
+        values[part] = _values(codes[part], scales[part], row_scale[part], dtype)
+    return values
 
 
 def _unpacked_scales(op: str, q: PackedNVFP4) -> torch.Tensor:
