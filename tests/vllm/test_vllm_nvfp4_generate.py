@@ -7,6 +7,7 @@ here; one scale for q, k and v changes log-probabilities by more than 1.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,25 @@ def test_llama_of_compressed_tensors_compiled_by_flag(folder: Path) -> None:
     result = run(folder, "llama/compressed", {"dtype": "float32", **FLAG})
     assert_ran(result, tiny_llama())
     assert worst(result, folder / "llama/dense") < FP32
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="vLLM binds each rank to a core")
+@pytest.mark.parametrize(
+    ("kind", "parallel"),
+    [("llama", {}), ("moe", {"enable_expert_parallel": True})],
+    ids=["tp", "ep"],
+)
+def test_two_ranks(kind: str, parallel: dict[str, bool], folder: Path) -> None:
+    """Each a process of its own, with a half of every layer, or a half of the experts."""
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    llm = {"dtype": "float32", "enforce_eager": True, "tensor_parallel_size": 2, **parallel, **FLAG}
+    bind = "|".join(map(str, cores))
+    result = run(folder, f"{kind}/modelopt", llm, VLLM_CPU_OMP_THREADS_BIND=bind)
+    model = tiny_llama() if kind == "llama" else tiny_qwen3_moe()
+    assert_ran(result, model)
+    assert result["calls_of_workers"] == [result["calls"]] * 2
+    assert worst(result, folder / kind / "dense") < FP32
+    assert result["gristmill_nbytes"] < 0.6 * nbytes(model)
 
 
 def test_llama_with_an_fp8_cache_eager_by_switch(folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 A run is the keyword arguments of `LLM`, prompts of token ids, how many tokens to add, and what else
 to ask of vLLM's worker. The result has the tokens, their log-probabilities and those of the
-likeliest ones, and how often each op of gristmill ran in the worker.
+likeliest ones, and how often each op of gristmill ran in the worker (the first of several).
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ def main(run: dict[str, Any]) -> dict[str, Any]:
                 "steps": [{str(key): one.logprob for key, one in step.items()} for step in steps],
             }
         )
-    (calls,) = llm.collective_rpc("gristmill_calls")
-    (priority,) = llm.collective_rpc("gristmill_priority")
+    every = llm.collective_rpc("gristmill_calls")
+    priority = llm.collective_rpc("gristmill_priority")[0]
     quantization = llm.llm_engine.vllm_config.model_config.quantization
     return {
         "results": results,
-        "calls": calls,
+        "calls": every[0],
+        "calls_of_workers": every,
         "priority": priority,
         "quantization": quantization,
         **{name: llm.collective_rpc(name)[0] for name in run.get("ask", ())},
