@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -287,6 +288,17 @@ def test_other_platforms_are_left_to_vllm(
     with caplog.at_level(logging.WARNING, "gristmill"):
         assert GristmillNvfp4Config.override_quantization_method(TAKEN["modelopt"], NAME) is None
     assert reason in caplog.text
+
+
+def test_models_whose_experts_have_no_method_are_left_to_vllm(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    take = GristmillNvfp4Config.override_quantization_method
+    with caplog.at_level(logging.WARNING, "gristmill"):
+        gpt = SimpleNamespace(model_type="gpt_oss")
+        assert take(TAKEN["modelopt"], NAME, hf_config=gpt) is None
+    assert "gpt_oss: its experts have biases" in caplog.text
+    assert take(TAKEN["modelopt"], NAME, hf_config=SimpleNamespace(model_type="llama")) == NAME
 
 
 def test_no_exception_reaches_vllm(

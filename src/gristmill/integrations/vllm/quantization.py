@@ -37,6 +37,12 @@ _NEVER_QUANTISED = {
     "modelopt": ("mtp.fc", "vision_tower", "vision_model", "vit_large_projector"),
     "compressed-tensors": (),
 }
+# Models whose experts have no method here, by vLLM's reading of their config: known before a model
+# is made, so that the switch leaves them alone.
+_OTHER_EXPERTS = {
+    "gpt_oss": "its experts have biases, and gate and up in alternate rows",
+    "nemotron_h": "its experts have no gate",
+}
 _INVARIANT = (
     "VLLM_BATCH_INVARIANT is set, and the kernels of gristmill do not promise the same result for "
     "every batch"
@@ -97,7 +103,7 @@ class GristmillNvfp4Config(QuantizationConfig):  # type: ignore[misc]
         if not asked or hf_quant_cfg.get("quant_method") == NAME:
             return None
         try:
-            why_not = reason_to_leave(hf_quant_cfg)
+            why_not = reason_to_leave(hf_quant_cfg, getattr(hf_config, "model_type", None))
         except Exception as error:  # vLLM would stop
             why_not = f"{type(error).__name__}: {error}"
         if why_not is None:
@@ -160,8 +166,10 @@ class GristmillNvfp4Config(QuantizationConfig):  # type: ignore[misc]
         return self._is_ignored(prefix, {last: [f"{last}.0.{name}" for name in names]})
 
 
-def reason_to_leave(hf_quant_cfg: Mapping[str, Any]) -> str | None:
+def reason_to_leave(hf_quant_cfg: Mapping[str, Any], model_type: str | None) -> str | None:
     """Why a checkpoint is left to vLLM, or None if it is one of ours to take."""
+    if model_type in _OTHER_EXPERTS:
+        return f"{model_type}: {_OTHER_EXPERTS[model_type]}"
     try:
         _parsed(hf_quant_cfg)
         # What the layers need of vLLM. Half a second, and early for vLLM: not before it is asked.
