@@ -17,6 +17,7 @@ from gristmill.formats.nvfp4 import tiles
 from gristmill.formats.nvfp4.tensor import (
     BLOCK,
     LAYOUTS,
+    ROWS,
     TILES,
     NVFP4Tensor,
     PackedNVFP4,
@@ -26,6 +27,7 @@ from gristmill.formats.nvfp4.tensor import (
 from gristmill.ops import checks
 
 PIECE_BYTES = 32 << 20
+AUTOCAST_KEYS = ("AutocastCUDA", "AutocastCPU")
 EVERY = slice(None)
 
 
@@ -133,7 +135,7 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 def parts_of(op: str, name: str, weight: Any) -> Weight:
     """The parts of what users hold."""
     if isinstance(weight, NVFP4Tensor):
-        return Weight(weight.codes, weight.scales, weight.row_scale, "rows")
+        return Weight(weight.codes, weight.scales, weight.row_scale, ROWS)
     if isinstance(weight, PackedNVFP4):
         return Weight(weight.codes, weight.scales, weight.row_scale, weight.layout)
     raise DtypeError(
@@ -182,6 +184,20 @@ def _check_part(op: str, name: str, value: Any, dtype: torch.dtype, device: torc
     if got != dtype:
         raise DtypeError(f"{op}: {name} must be a tensor of {dtype}, got {got}")
     checks.same_device(op, name, value, "the input", device)
+
+
+def lowered(tensor: Any) -> Any:
+    """As torch's linear takes its arguments under autocast; fp64 stays, there as here."""
+    if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+        return tensor
+    if tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(tensor.device.type))
+
+
+def as_it_is(*args: Any) -> tuple[Any, ...]:
+    """For backward ops: autocast has had its say in the forward pass."""
+    return args
 
 
 def frozen(op: str, ctx: Any, positions: dict[int, str]) -> None:

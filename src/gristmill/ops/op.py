@@ -15,7 +15,14 @@ import torch
 from torch.autograd.function import _SingleLevelFunction
 
 from gristmill.errors import DoubleBackwardError
-from gristmill.ops.direct import PLAIN, is_quiet, is_transformed, refuse_tangents
+from gristmill.ops.direct import (
+    PLAIN,
+    is_direct,
+    is_quiet,
+    is_transformed,
+    needs_grad,
+    refuse_tangents,
+)
 from gristmill.select.chooser import resolve
 from gristmill.select.device import Device, device_of
 from gristmill.select.overrides import register_variants, restored, token
@@ -135,6 +142,12 @@ class Op:
         except (AttributeError, RuntimeError, TypeError):
             plan = None  # run() says what is wrong
         return self.run(*args) if plan is None else plan(*args)
+
+    def call_in_backward(self, tensors: tuple[torch.Tensor | None, ...], args: Arguments) -> Any:
+        """As `call`, for what autograd calls: a compiler may be tracing that."""
+        if is_direct(*tensors) and not needs_grad(*tensors):
+            return self.run(*args)
+        return self.dispatch(*args)
 
     def dispatch(self, *args: Any) -> Any:
         """Run as the torch op, or where that cannot be, as the reference."""

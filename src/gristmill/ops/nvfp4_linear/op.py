@@ -7,14 +7,11 @@ from typing import Any
 import torch
 
 from gristmill.formats.nvfp4 import NVFP4Tensor, PackedNVFP4
-from gristmill.ops.direct import is_direct, needs_grad
-from gristmill.ops.nvfp4_common import frozen, parts_of
+from gristmill.ops.nvfp4_common import AUTOCAST_KEYS, as_it_is, frozen, lowered, parts_of
 from gristmill.ops.nvfp4_linear import cases, problem, reference, semantics
 from gristmill.ops.nvfp4_linear.library import Library
 from gristmill.ops.op import Arguments, Gradient, Op, no_second_gradient
 from gristmill.ops.plain import Reference
-
-AUTOCAST_KEYS = ("AutocastCUDA", "AutocastCPU")
 
 
 def linear(
@@ -89,12 +86,10 @@ def linear_backward(
 
     Returns ``(..., K)``, contiguous.
     """
-    args = (dy, codes, scales, row_scale, layout, dtype)
     tensors = (dy, codes, scales, row_scale)
-    if is_direct(*tensors) and not needs_grad(*tensors):
-        result: torch.Tensor = NVFP4_LINEAR_BACKWARD.run(*args)
-    else:
-        result = NVFP4_LINEAR_BACKWARD.dispatch(*args)
+    result: torch.Tensor = NVFP4_LINEAR_BACKWARD.call_in_backward(
+        tensors, (*tensors, layout, dtype)
+    )
     return result
 
 
@@ -139,20 +134,6 @@ def _autocast(
     out_dtype: torch.dtype | None,
 ) -> Arguments:
     return lowered(x), codes, scales, row_scale, lowered(bias), layout, out_dtype
-
-
-def lowered(tensor: Any) -> Any:
-    """As torch's linear takes its arguments under autocast; fp64 stays, there as here."""
-    if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
-        return tensor
-    if tensor.dtype == torch.float64:
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(tensor.device.type))
-
-
-def as_it_is(*args: Any) -> Arguments:
-    """For backward ops: autocast has had its say in the forward pass."""
-    return args
 
 
 NVFP4_LINEAR = Op(

@@ -8,9 +8,7 @@ import torch
 
 from gristmill.errors import ArgumentError
 from gristmill.formats.nvfp4 import NVFP4Tensor, PackedNVFP4
-from gristmill.ops.direct import is_direct, needs_grad
-from gristmill.ops.nvfp4_common import frozen, parts_of
-from gristmill.ops.nvfp4_linear.op import AUTOCAST_KEYS, as_it_is, lowered
+from gristmill.ops.nvfp4_common import AUTOCAST_KEYS, as_it_is, frozen, lowered, parts_of
 from gristmill.ops.nvfp4_moe import cases, problem, reference, semantics
 from gristmill.ops.nvfp4_moe.library import Library
 from gristmill.ops.op import Arguments, Gradient, Op, no_second_gradient
@@ -129,11 +127,10 @@ def moe_backward(dy: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tens
 
     Returns ``(dhidden_states, dtopk_weights)``, like those, contiguous.
     """
-    tensors = [arg for arg in (dy, *args) if isinstance(arg, torch.Tensor)]
-    if is_direct(*tensors) and not needs_grad(*tensors):
-        result: tuple[torch.Tensor, torch.Tensor] = NVFP4_MOE_BACKWARD.run(dy, *args)
-    else:
-        result = NVFP4_MOE_BACKWARD.dispatch(dy, *args)
+    tensors = tuple(arg for arg in (dy, *args) if isinstance(arg, torch.Tensor))
+    result: tuple[torch.Tensor, torch.Tensor] = NVFP4_MOE_BACKWARD.call_in_backward(
+        tensors, (dy, *args)
+    )
     return result
 
 

@@ -8,7 +8,6 @@ import torch
 
 from gristmill.errors import ArgumentError
 from gristmill.ops import inline
-from gristmill.ops.direct import is_direct, needs_grad
 from gristmill.ops.op import Gradient, Op, no_second_gradient
 from gristmill.ops.plain import Reference
 from gristmill.ops.rms_norm import cases, problem, reference, semantics
@@ -152,10 +151,7 @@ def rms_norm_backward(
     """
     args = (dy, x, weight, dsum, eps, weight_offset, weight_grad)
     tensors = (dy, x, weight, dsum)
-    if is_direct(*tensors) and not needs_grad(*tensors):
-        result: tuple[torch.Tensor, torch.Tensor] = RMS_NORM_BACKWARD.run(*args)
-    else:
-        result = RMS_NORM_BACKWARD.dispatch(*args)
+    result: tuple[torch.Tensor, torch.Tensor] = RMS_NORM_BACKWARD.call_in_backward(tensors, args)
     return result
 
 
