@@ -21,8 +21,8 @@ import torch
 
 from gristmill.ops.op import Op
 from gristmill.ops.registry import OPS
-from gristmill.ops.rms_norm.configs import AHEAD, ASYNC, STRAIGHT, TWICE, RowConfig
-from gristmill.ops.rms_norm.cuda import RowVariant
+from gristmill.ops.rows.config import AHEAD, ASYNC, STRAIGHT, TWICE, RowConfig
+from gristmill.ops.rows.variant import RowVariant
 from gristmill.select.device import device_of
 from gristmill.select.problem import Problem
 

@@ -30,8 +30,8 @@ from gristmill.ops.op import Case, Op
 from gristmill.ops.plain import Reference
 from gristmill.ops.registry import OPS
 from gristmill.ops.rms_norm import semantics
-from gristmill.ops.rms_norm.configs import ASYNC, ONE_ROW, TWICE
 from gristmill.ops.rms_norm.plain import Library
+from gristmill.ops.rows.config import ASYNC, ONE_ROW, TWICE
 from gristmill.select import HINTS, KNOWN, ranked, resolve
 from gristmill.settings import reload_settings
 

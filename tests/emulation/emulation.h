@@ -133,6 +133,19 @@ inline unsigned f16_of(float value) {
   return sign | ((magnitude - 0x38000000u + 0x0fffu + ((magnitude >> 13) & 1u)) >> 13);
 }
 
+// E4M3, beyond 448 the largest number. Rounded by counting: the nearest multiple of the unit at this size.
+inline unsigned e4m3_of(float value) {
+  if (value != value) return 0x7fu;
+  const unsigned sign = bits_of(value) >> 24 & 0x80u;
+  const float size = std::fabs(value);
+  if (size >= 448.0f) return sign | 0x7eu;
+  int exponent = -6;
+  while (exponent < 8 && size >= std::ldexp(1.0f, exponent + 1)) ++exponent;
+  const unsigned units = unsigned(std::nearbyint(std::ldexp(size, 3 - exponent)));  // up to 16: ties to even
+  // A subnormal has no hidden bit, which is what `units` below 8 say; 16 carries into the exponent.
+  return sign | (unsigned(exponent + 6) * 8 + units);
+}
+
 }  // namespace emulation
 
 #define threadIdx (::emulation::place->thread)
@@ -190,7 +203,19 @@ void cluster_wait();
 void wait_for_previous_grid();
 inline void launch_next_grid() {}
 
+inline float exp2_fast(float value) {
+  const float result = float(std::exp2(double(value)));
+  return result < 0x1p-126f ? 0.0f : result;
+}
+inline float reciprocal_fast(float value) {
+  const float result = float(1.0 / double(value));
+  return std::fabs(result) < 0x1p-126f ? 0.0f * result : result;
+}
+inline float max_nan(float a, float b) { return a != a ? a : b != b ? b : std::fmax(a, b); }
+inline void stop_grid() { emulation::fail("the kernel stopped the grid"); }
+
 unsigned atomic_add_release(unsigned* pointer, unsigned value);
+void atomic_max(unsigned* pointer, unsigned value);
 unsigned load_acquire(const unsigned* pointer);
 
 void barrier_init(unsigned long long* barrier, unsigned count);
@@ -209,16 +234,16 @@ inline void copy_async_wait() {}
 
 template <int BYTES>
 inline void load_global(unsigned* out, const void* pointer) {
-  static_assert(BYTES == 2 || BYTES == 4 || BYTES == 8 || BYTES == 16, "no such access width");
+  static_assert(BYTES == 1 || BYTES == 2 || BYTES == 4 || BYTES == 8 || BYTES == 16, "no such access width");
   emulation::check("load_global", emulation::last_loaded, pointer, BYTES, false);
   emulation::traffic.loaded += BYTES;
-  if (BYTES == 2) out[0] = 0;
+  if (BYTES < 4) out[0] = 0;
   std::memcpy(out, pointer, BYTES);
 }
 
 template <int BYTES, bool IN_L1 = false>
 inline void store_global(void* pointer, const unsigned* in) {
-  static_assert(BYTES == 2 || BYTES == 4 || BYTES == 8 || BYTES == 16, "no such access width");
+  static_assert(BYTES == 1 || BYTES == 2 || BYTES == 4 || BYTES == 8 || BYTES == 16, "no such access width");
   emulation::check("store_global", emulation::last_stored, pointer, BYTES, true);
   emulation::traffic.stored += BYTES;
   emulation::idle_spins = 0;
@@ -242,3 +267,5 @@ inline unsigned pack_bf16(float low, float high) {
 }
 
 inline unsigned pack_f16(float low, float high) { return emulation::f16_of(low) | (emulation::f16_of(high) << 16); }
+
+inline unsigned pack_e4m3(float low, float high) { return emulation::e4m3_of(low) | emulation::e4m3_of(high) << 8; }

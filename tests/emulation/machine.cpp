@@ -2,6 +2,7 @@
 //
 // Whatever the programming model leaves undefined is told to the user. Threads that have returned count as arrived
 // at every barrier, as they do on a GPU.
+#include <algorithm>
 #include <string>
 
 #include "scheduler.h"
@@ -211,6 +212,12 @@ unsigned atomic_add_release(unsigned* pointer, unsigned value) {
   const unsigned before = *pointer;
   *pointer = before + value;
   return before;
+}
+
+void atomic_max(unsigned* pointer, unsigned value) {
+  check("atomic_max", last_stored, pointer, sizeof(unsigned), true);
+  idle_spins = 0;
+  *pointer = std::max(*pointer, value);
 }
 
 // A second load from one address is taken for spinning: the others go first, and if nothing else happens for long,

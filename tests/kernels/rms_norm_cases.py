@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from gristmill.ops.registry import OPS
-from gristmill.ops.rms_norm.configs import AHEAD, ASYNC, STRAIGHT, TWICE, RowConfig
+from gristmill.ops.rows.config import AHEAD, ASYNC, STRAIGHT, TWICE, RowConfig
 from gristmill.select.device import KNOWN, Device
 from gristmill.select.problem import Problem
 from gristmill.select.variant import Variant

@@ -20,8 +20,8 @@ from gristmill.jit import Program
 from gristmill.jit.nvrtc import compile_program, compiler_version
 from gristmill.jit.resources import Resources, resource_usage
 from gristmill.ops.registry import OPS
-from gristmill.ops.rms_norm.configs import TWICE, RowConfig
-from gristmill.ops.rms_norm.cuda import RowVariant
+from gristmill.ops.rows.config import TWICE, RowConfig
+from gristmill.ops.rows.variant import RowVariant
 from gristmill.select.device import KNOWN
 from gristmill.select.problem import Problem
 

@@ -14,7 +14,7 @@ from emulation.harness import emulator_for
 from rms_norm_cases import BF16, F16, F32, FORWARD_OPS, SCOPES, Case, configurations, sweep
 
 from gristmill.ops.registry import OPS
-from gristmill.ops.rms_norm.configs import STRAIGHT, TWICE, RowConfig
+from gristmill.ops.rows.config import STRAIGHT, TWICE, RowConfig
 
 # What the fp32 arithmetic of a kernel may lose, in half units of fp32's last place. Three or four
 # roundings per element and, of the sum, half of what its longest chain of additions loses on

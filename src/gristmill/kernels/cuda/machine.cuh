@@ -141,6 +141,41 @@ DEVICE void bulk_copy(void* shared_destination, const void* source, unsigned byt
 #endif
 }
 
+// ---- arithmetic that CUDA C++ has no word for, or only a slower one ----
+
+#ifndef INFINITY
+#define INFINITY __int_as_float(0x7f800000)
+#endif
+
+// 2^value within 2 units in the last place; results below 2^-126 are 0.
+DEVICE float exp2_fast(float value) {
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+    return result;
+}
+
+// 1 / value within 1 unit in the last place; 0 for a value above 2^126.
+DEVICE float reciprocal_fast(float value) {
+    float result;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+    return result;
+}
+
+// The larger one; NaN if either is.
+DEVICE float max_nan(float a, float b) {
+    float result;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+}
+
+// For floats that are not negative, as bits, too: they are ordered like integers, NaN above all.
+DEVICE void atomic_max(unsigned* pointer, unsigned value) {
+    asm volatile("red.relaxed.gpu.global.max.u32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
+}
+
+// Stops the whole grid with an error that the host sees.
+DEVICE void stop_grid() { asm volatile("trap;"); }
+
 // ---- vector access ----
 
 // Plain loads: the compiler may order them among each other, which it cannot do with loads in volatile assembly
@@ -155,8 +190,10 @@ DEVICE void load_global(unsigned* out, const void* pointer) {
         out[0] = value.x, out[1] = value.y;
     } else if constexpr (BYTES == 4) {
         out[0] = *static_cast<const unsigned*>(pointer);
-    } else {
+    } else if constexpr (BYTES == 2) {
         out[0] = *static_cast<const unsigned short*>(pointer);
+    } else {
+        out[0] = *static_cast<const unsigned char*>(pointer);
     }
 }
 
@@ -170,8 +207,10 @@ DEVICE void store_global(void* pointer, const unsigned* in) {
         *static_cast<uint2*>(pointer) = make_uint2(in[0], in[1]);
     } else if constexpr (IN_L1 && BYTES == 4) {
         *static_cast<unsigned*>(pointer) = in[0];
-    } else if constexpr (IN_L1) {
+    } else if constexpr (IN_L1 && BYTES == 2) {
         *static_cast<unsigned short*>(pointer) = static_cast<unsigned short>(in[0]);
+    } else if constexpr (BYTES == 1) {
+        *static_cast<unsigned char*>(pointer) = static_cast<unsigned char>(in[0]);
     } else if constexpr (BYTES == 16) {
         asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "r"(in[0]), "r"(in[1]), "r"(in[2]), "r"(in[3])
                      : "memory");
@@ -204,6 +243,25 @@ DEVICE unsigned pack_f16(float low, float high) {
     unsigned word;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
     return word;
+}
+
+// FP8 E4M3: beyond 448 the largest number, for NaN a NaN. The low byte is `low`.
+DEVICE unsigned pack_e4m3(float low, float high) {
+#if __CUDA_ARCH__ >= 890
+    unsigned short pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+    return pair;
+#else
+    const auto code = [](float value) -> unsigned {
+        const unsigned bits = __float_as_uint(value), sign = bits >> 24 & 0x80u, size = bits & 0x7fffffffu;
+        if (size > 0x7f800000u) return 0x7fu;
+        if (size >= 0x43e00000u) return sign | 0x7eu;   // 448
+        // Below 2^-6 multiples of 2^-9: the unit in the last place of 16384.
+        if (size < 0x3c800000u) return sign | (__float_as_uint(__uint_as_float(size) + 16384.0f) - 0x46800000u);
+        return sign | ((size - 0x3c000000u + 0x7ffffu + (size >> 20 & 1u)) >> 20);
+    };
+    return code(low) | code(high) << 8;
+#endif
 }
 
 #endif

@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(BOUND) rms_norm_forward(const ForwardParams p)
 
         Packed<Held, VEC> held[HOLD ? ITEMS : 1];
         Packed<SumElement, VEC> sum;
-        float squares[1] = {0.0f};
+        Sums<1> squares;
 #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
             if (column[i] >= end) continue;
@@ -82,12 +82,12 @@ __global__ void __launch_bounds__(BOUND) rms_norm_forward(const ForwardParams p)
             if constexpr (Residual::present)
                 if (active) store<Sum, in_l1>(place.template in<SumElement>(p.sum) + column[i], sum);
 #pragma unroll
-            for (int k = 0; k < VEC; k++) squares[0] = fmaf(h.get(k), h.get(k), squares[0]);
+            for (int k = 0; k < VEC; k++) squares.value[0] = fmaf(h.get(k), h.get(k), squares.value[0]);
         }
-        team.sum(squares);
+        team.reduce(squares);
         if (HOLD) feed.reuse(row);
         else if (row >= team.teams) feed.reuse(row - team.teams);
-        const float rstd = rsqrtf(fmaf(squares[0], p.inverse_columns, p.eps));
+        const float rstd = rsqrtf(fmaf(squares.value[0], p.inverse_columns, p.eps));
 
 #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(BOUND) rms_norm_forward_twice(const ForwardPar
     Held* sum_row = place.template in<Held>(p.sum);
 
     // UNROLL vectors at a time, all loads first: the compiler moves no load across a store.
-    float squares[1] = {0.0f};
+    Sums<1> squares;
     for (unsigned column = begin; column < end; column += UNROLL * step) {
         Packed<typename X::type, VEC> x[UNROLL];
         Packed<typename Residual::type, VEC> residual[UNROLL];
@@ -154,12 +154,12 @@ __global__ void __launch_bounds__(BOUND) rms_norm_forward_twice(const ForwardPar
                 held = x[i];
             }
 #pragma unroll
-            for (int k = 0; k < VEC; k++) squares[0] = fmaf(held.get(k), held.get(k), squares[0]);
+            for (int k = 0; k < VEC; k++) squares.value[0] = fmaf(held.get(k), held.get(k), squares.value[0]);
         }
     }
-    team.sum(squares);
+    team.reduce(squares);
     team.finish();
-    const float rstd = rsqrtf(fmaf(squares[0], p.inverse_columns, p.eps));
+    const float rstd = rsqrtf(fmaf(squares.value[0], p.inverse_columns, p.eps));
 
     Out* y_row = place.template in<Out>(p.y);
     for (unsigned column = begin; column < end; column += UNROLL * step) {

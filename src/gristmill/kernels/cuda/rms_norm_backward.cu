@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(BOUND) rms_norm_backward(const BackwardParams 
 
         Packed<typename X::type, VEC> held_x[HOLD ? ITEMS : 1];
         Packed<typename DY::type, VEC> held_dy[HOLD ? ITEMS : 1];
-        float sums[2] = {0.0f, 0.0f};   // of x * x and of x * g
+        Sums<2> sums;   // of x * x and of x * g
 #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
             if (column[i] >= end) continue;
@@ -92,17 +92,17 @@ __global__ void __launch_bounds__(BOUND) rms_norm_backward(const BackwardParams 
             for (int k = 0; k < VEC; k++) {
                 const float h = x.get(k);
                 const float g = Weight::present ? dy.get(k) * (weight[i].get(k) + p.weight_offset) : dy.get(k);
-                sums[0] = fmaf(h, h, sums[0]);
-                sums[1] = fmaf(h, g, sums[1]);
+                sums.value[0] = fmaf(h, h, sums.value[0]);
+                sums.value[1] = fmaf(h, g, sums.value[1]);
             }
         }
-        team.sum(sums);
+        team.reduce(sums);
         // Without HOLD rows are read from the feed twice: whoever is here is done with the row before, not with this one.
         if (HOLD) feed.reuse(row);
         else if (row >= team.teams) feed.reuse(row - team.teams);
         // An idle team of a warp has summed nothing: no infinity may reach its weight gradient.
-        const float rstd = active ? rsqrtf(fmaf(sums[0], p.inverse_columns, p.eps)) : 0.0f;
-        const float slope = sums[1] * p.inverse_columns * rstd * rstd;
+        const float rstd = active ? rsqrtf(fmaf(sums.value[0], p.inverse_columns, p.eps)) : 0.0f;
+        const float slope = sums.value[1] * p.inverse_columns * rstd * rstd;
 
 #pragma unroll
         for (int i = 0; i < ITEMS; i++) {

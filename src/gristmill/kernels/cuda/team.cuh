@@ -1,27 +1,19 @@
-// The threads that share one row, and their sums: lanes of a warp, a block, a cluster of blocks, or several blocks
-// of a cooperative grid. A kernel is written once against Team; the scope is a template argument.
+// The threads that share one row, and what they agree on (reductions.cuh): lanes of a warp, a block, a cluster of
+// blocks, or several blocks of a cooperative grid. A kernel is written once against Team; the scope is a template argument.
 #pragma once
-#include "machine.cuh"
+#include "reductions.cuh"
 
 enum Scope { WARP, BLOCK, CLUSTER, GRID };
 
-// Blocks of a cooperative grid meet here: one counter and two rounds of partial sums per team, zeroed by the host.
+// Blocks of a cooperative grid meet here: one counter and two rounds of partial results per team, zeroed by the host.
 struct Meeting {
     unsigned* arrivals;   // [teams]
-    unsigned* partials;   // [2][teams][blocks_per_row][VALUES], floats as bits
+    unsigned* partials;   // [2][teams][blocks_per_row][FLOATS], floats as bits
     unsigned blocks_per_row;
 };
 
-template <int VALUES, int LANES>
-DEVICE void sum_lanes(float (&values)[VALUES]) {
-#pragma unroll
-    for (int distance = LANES / 2; distance > 0; distance /= 2)
-#pragma unroll
-        for (int i = 0; i < VALUES; i++) values[i] += __shfl_xor_sync(0xffffffffu, values[i], distance);
-}
-
-// LANES: lanes per row in scope WARP (a power of two up to 32), 32 elsewhere. VALUES: how many sums are taken at once.
-template <Scope SCOPE, int LANES, int VALUES>
+// LANES: lanes per row in scope WARP (a power of two up to 32), 32 elsewhere. FLOATS: those of its largest reduction.
+template <Scope SCOPE, int LANES, int FLOATS>
 struct Team {
     unsigned thread;        // this thread within its block's share of the row
     unsigned threads;       // threads of this block that share the row
@@ -34,9 +26,9 @@ struct Team {
 
     static constexpr unsigned max_warps = 32, max_members = 16;
 
-    // Bytes of shared memory that sum() uses, at the start of the block's shared memory: two sets of slots and, in a
+    // Bytes of shared memory that reduce() uses, at the start of the block's shared memory: two sets of slots and, in a
     // cluster, a barrier for each.
-    static constexpr unsigned slots = SCOPE == WARP ? 0 : VALUES * (SCOPE == CLUSTER ? max_members * max_warps : max_warps);
+    static constexpr unsigned slots = SCOPE == WARP ? 0 : FLOATS * (SCOPE == CLUSTER ? max_members * max_warps : max_warps);
     static constexpr unsigned barrier_bytes = SCOPE == CLUSTER ? 16 : 0;
     static constexpr unsigned shared_bytes = (barrier_bytes + 2 * slots * 4 + 127) / 128 * 128;
 
@@ -52,7 +44,7 @@ struct Team {
             if constexpr (SCOPE == GRID) member = blockIdx.x % m.blocks_per_row, members = m.blocks_per_row;
             index = blockIdx.x / members, teams = gridDim.x / members;
         }
-        // A block may write into its neighbour only once that runs and its barriers are there: the wait is in sum().
+        // A block may write into its neighbour only once that runs and its barriers are there: the wait is in reduce().
         if constexpr (SCOPE == CLUSTER) {
             if (threadIdx.x == 0) {
                 barrier_init(barrier(0), 1);
@@ -72,39 +64,37 @@ struct Team {
 
     DEVICE void finish() const {
         if constexpr (SCOPE == CLUSTER)
-            if (round == 0) cluster_wait();   // nothing was summed: still pair the arrival
+            if (round == 0) cluster_wait();   // nothing was agreed on: still pair the arrival
     }
 
-    // Every thread of the team gets the sum over the team of each of its values, added in a fixed order.
-    DEVICE void sum(float (&values)[VALUES]) {
-        sum_lanes<VALUES, LANES>(values);
+    // From each thread's share to the result of the whole team, the same bits in every thread.
+    template <class Reduction>
+    DEVICE void reduce(Reduction& state) {
+        constexpr int floats = Reduction::floats;
+        static_assert(floats <= FLOATS, "the team has no room for this reduction");
+        state.template over_lanes<LANES>();
         if constexpr (SCOPE == WARP) return;
         const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-        // Two sets of slots in turn: with one barrier per sum, a fast warp may already write the next sum while a
+        // Two sets of slots in turn: with one barrier per reduction, a fast warp may already write the next one while a
         // slow one reads this one, but never the one after.
         float* slot = reinterpret_cast<float*>(shared_memory() + barrier_bytes) + (round & 1) * slots;
         if constexpr (SCOPE == CLUSTER) {
             if (round == 0) cluster_wait();
             const unsigned count = members * warps;
-            if (threadIdx.x == 0) barrier_expect(barrier(round & 1), count * VALUES * 4);
+            if (threadIdx.x == 0) barrier_expect(barrier(round & 1), count * floats * 4);
             if (lane < members)
 #pragma unroll
-                for (int i = 0; i < VALUES; i++)
-                    store_remote(slot + (member * warps + warp) * VALUES + i, lane, values[i], barrier(round & 1));
+                for (int i = 0; i < floats; i++)
+                    store_remote(slot + (member * warps + warp) * floats + i, lane, state.value[i], barrier(round & 1));
             barrier_wait(barrier(round & 1), round / 2 & 1);
-            clear(values);
-#pragma unroll 1
-            for (unsigned i = lane; i < count; i += 32) add(values, slot + i * VALUES);
-            sum_lanes<VALUES, 32>(values);
+            state.over_slots(SharedSlots<floats, false>{slot, count});
         } else {
             if (lane == 0)
 #pragma unroll
-                for (int i = 0; i < VALUES; i++) slot[warp * VALUES + i] = values[i];
+                for (int i = 0; i < floats; i++) slot[warp * floats + i] = state.value[i];
             __syncthreads();
-            clear(values);
-            if (lane < warps) add(values, slot + lane * VALUES);
-            sum_lanes<VALUES, 32>(values);
-            if constexpr (SCOPE == GRID) meet(values);
+            state.over_slots(SharedSlots<floats, true>{slot, warps});
+            if constexpr (SCOPE == GRID) meet(state);
         }
         round++;
     }
@@ -112,34 +102,21 @@ struct Team {
   private:
     static DEVICE unsigned long long* barrier(unsigned i) { return reinterpret_cast<unsigned long long*>(shared_memory()) + i; }
 
-    static DEVICE void clear(float (&values)[VALUES]) {
-#pragma unroll
-        for (int i = 0; i < VALUES; i++) values[i] = 0.0f;
-    }
-
-    static DEVICE void add(float (&values)[VALUES], const float* slot) {
-#pragma unroll
-        for (int i = 0; i < VALUES; i++) values[i] += slot[i];
-    }
-
-    DEVICE void meet(float (&values)[VALUES]) {
-        unsigned* partials = meeting.partials + ((round & 1) * teams + index) * static_cast<unsigned long long>(members) * VALUES;
+    template <class Reduction>
+    DEVICE void meet(Reduction& state) {
+        constexpr int floats = Reduction::floats;
+        unsigned* partials = meeting.partials + ((round & 1) * teams + index) * static_cast<unsigned long long>(members) * FLOATS;
         if (threadIdx.x == 0) {
 #pragma unroll
-            for (int i = 0; i < VALUES; i++) {
-                const unsigned bits = __float_as_uint(values[i]);
-                store_global<4>(partials + member * VALUES + i, &bits);
+            for (int i = 0; i < floats; i++) {
+                const unsigned bits = __float_as_uint(state.value[i]);
+                store_global<4>(partials + member * floats + i, &bits);
             }
             atomic_add_release(meeting.arrivals + index, 1);
             while (load_acquire(meeting.arrivals + index) < (round + 1) * members) {
             }
         }
         __syncthreads();
-        clear(values);
-#pragma unroll 1
-        for (unsigned slot = threadIdx.x % 32; slot < members; slot += 32)
-#pragma unroll
-            for (int i = 0; i < VALUES; i++) values[i] += __uint_as_float(load_acquire(partials + slot * VALUES + i));
-        sum_lanes<VALUES, 32>(values);
+        state.over_slots(GlobalSlots<floats>{partials, members});
     }
 };

@@ -8,6 +8,12 @@ struct bf16 {
 struct f16 {
     unsigned short bits;
 };
+struct f8 {
+    unsigned char bits;   // E4M3; written, never read
+};
+struct u8 {
+    unsigned char bits;   // a bool of torch's; read, never written
+};
 
 // A tensor as a kernel sees it at compile time: its element type and the widest access, in bytes, that its
 // address and strides allow. Every tensor has its own: an fp32 weight does not narrow the accesses to a bf16 row.
@@ -63,6 +69,8 @@ struct alignas(COUNT * sizeof(T) >= 16 ? 16 : COUNT * sizeof(T) >= 8 ? 8 : 4) Pa
     DEVICE float get(int i) const {
         if constexpr (sizeof(T) == 4) {
             return __uint_as_float(words[i]);
+        } else if constexpr (sizeof(T) == 1) {
+            return words[i / 4] >> i % 4 * 8 & 0xffu ? 1.0f : 0.0f;
         } else {
             const unsigned word = words[i / 2];
             if constexpr (is_bf16(T())) return __uint_as_float(i % 2 ? word & 0xffff0000u : word << 16);
@@ -75,6 +83,9 @@ struct alignas(COUNT * sizeof(T) >= 16 ? 16 : COUNT * sizeof(T) >= 8 ? 8 : 4) Pa
         if constexpr (sizeof(T) == 4) {
             words[2 * i] = __float_as_uint(low);
             if (2 * i + 1 < words_per_vector) words[2 * i + 1] = __float_as_uint(high);
+        } else if constexpr (sizeof(T) == 1) {
+            const unsigned pair = pack_e4m3(low, high);
+            words[i / 2] = i % 2 ? words[i / 2] | pair << 16 : pair;
         } else if constexpr (is_bf16(T())) {
             words[i] = pack_bf16(low, high);
         } else {
@@ -108,7 +119,15 @@ DEVICE float round_to(float value) {
 template <class Operand, class T, int COUNT>
 DEVICE void load(Packed<T, COUNT>& out, const T* pointer) {
     constexpr int total = COUNT * sizeof(T), step = Operand::access < total ? Operand::access : total;
-    if constexpr (step == 2) {
+    if constexpr (sizeof(T) == 1 && step < 4) {
+        out.clear();
+#pragma unroll
+        for (int i = 0; i < total; i += step) {
+            unsigned part;
+            load_global<step>(&part, pointer + i);
+            out.words[i / 4] |= part << i % 4 * 8;
+        }
+    } else if constexpr (step == 2) {
 #pragma unroll
         for (int i = 0; i < COUNT; i += 2) {
             unsigned low, high = 0;
@@ -126,7 +145,13 @@ DEVICE void load(Packed<T, COUNT>& out, const T* pointer) {
 template <class Operand, bool IN_L1 = false, class T, int COUNT>
 DEVICE void store(T* pointer, const Packed<T, COUNT>& in) {
     constexpr int total = COUNT * sizeof(T), step = Operand::access < total ? Operand::access : total;
-    if constexpr (step == 2) {
+    if constexpr (sizeof(T) == 1 && step < 4) {
+#pragma unroll
+        for (int i = 0; i < total; i += step) {
+            const unsigned part = in.words[i / 4] >> i % 4 * 8;
+            store_global<step, IN_L1>(pointer + i, &part);
+        }
+    } else if constexpr (step == 2) {
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
             const unsigned half = i % 2 ? in.words[i / 2] >> 16 : in.words[i / 2];

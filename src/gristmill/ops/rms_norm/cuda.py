@@ -6,8 +6,7 @@ One kernel template (kernels/cuda/rms_norm.cu); a variant is a scope of it: who 
 from __future__ import annotations
 
 import struct
-from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -15,26 +14,11 @@ import torch
 from gristmill.jit import Program
 from gristmill.ops import launch
 from gristmill.ops.rms_norm import configs
-from gristmill.ops.rms_norm.configs import ASYNC, ONE_ROW, TWICE, RowConfig
 from gristmill.ops.rms_norm.problem import Details
 from gristmill.ops.rms_norm.semantics import epsilon, sum_dtype
+from gristmill.ops.rows.config import TWICE, RowConfig
+from gristmill.ops.rows.variant import SCOPES, RowVariant
 from gristmill.select.problem import Problem
-from gristmill.select.variant import Variant
-
-# Largest blocks that kernels are compiled for: the fewer threads, the more registers for each.
-BOUNDS = (128, 256, 512, 640, 768, 896, 1024)
-SCOPES = {
-    "cuda_warp": "WARP",
-    "cuda_block": "BLOCK",
-    "cuda_cluster": "CLUSTER",
-    "cuda_cooperative": "GRID",
-}
-SUMMARIES = {
-    "cuda_warp": "lanes of a warp share a row",
-    "cuda_block": "a block shares a row",
-    "cuda_cluster": "a cluster of blocks shares a row (sm_90 and up)",
-    "cuda_cooperative": "several blocks share a row, by cooperative launch",
-}
 
 # ForwardParams: x, residual, rows, y, sum, weight, meeting, columns and share, floats.
 FORWARD_PARAMS = struct.Struct("<QqqQqq qq QqqQqq Q QQI4x II fff".replace(" ", ""))
@@ -43,108 +27,8 @@ FORWARD_PARAMS = struct.Struct("<QqqQqq qq QqqQqq Q QQI4x II fff".replace(" ", "
 Run = Callable[..., None]
 
 
-class RowVariant(Variant):
-    """What the CUDA variants of all RMSNorm ops have in common."""
-
-    config_type = RowConfig
-    values = 1  # sums taken at once
-    configs_by_scope: ClassVar[Mapping[str, Callable[[Problem, Details], RowConfig]]]
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.scope = SCOPES[name]
-        self.summary = SUMMARIES[name]
-
-    def supports(self, problem: Problem) -> str | None:
-        if problem.device.kind != "cuda":
-            return f"needs a CUDA device, not {problem.device.kind}"
-        if problem.device.capability < (8, 0):
-            return f"needs compute capability 8.0 or later, not {problem.device.arch}"
-        wide = [f"{name} is {dtype}" for name, dtype in problem.dtypes if dtype == "float64"]
-        if wide:
-            return f"computes in fp32: {', '.join(wide)}"
-        if self.scope == "CLUSTER" and problem.device.capability < (9, 0):
-            return f"needs clusters (compute capability 9.0), not {problem.device.arch}"
-        details: Details = problem.layout
-        columns = problem.dim("N")
-        if columns >= configs.ANY_LENGTH or details.layout.vectors > self.longest(problem, details):
-            whom = {"WARP": "a warp", "BLOCK": "one block", "CLUSTER": "a cluster"}
-            return f"rows of {columns} columns are too long for {whom.get(self.scope, 'a grid')}"
-        members = self.config(problem).cluster
-        if self.scope in ("BLOCK", "CLUSTER") and problem.rows * members >= 2**31:
-            return f"{problem.rows} rows of {members} blocks are more than a grid has"
-        if self.scope == "GRID" and members > problem.device.multiprocessors:
-            return f"rows of {columns} columns need more blocks than run at once"
-        return None
-
-    def config(self, problem: Problem) -> RowConfig:
-        return self.configs_by_scope[self.scope](problem, problem.layout)
-
-    def declines(self, problem: Problem) -> str | None:
-        vectors = problem.layout.layout.vectors
-        cluster = type(self)("cuda_cluster").supports(problem) is None
-        if self.scope == "GRID" and cluster:
-            return "clusters do the same without a detour through global memory"
-        if self.scope == "BLOCK" and vectors > configs.LONG:
-            several = cluster or type(self)("cuda_cooperative").supports(problem) is None
-            if several and vectors > configs.BLOCK_KEEPS:
-                return "a block would read such long rows twice; several blocks can keep them"
-            if several and configs.few_rows(problem):
-                return "few long rows leave most SMs idle; several blocks can share each"
-        return None
-
-    @abstractmethod
-    def longest(self, problem: Problem, details: Details) -> int:
-        """The longest row of this scope, in vectors."""
-
-    def programs(self, problem: Problem, config: RowConfig) -> tuple[Program, ...]:
-        return (self.program(problem, config),)
-
-    @abstractmethod
-    def program(self, problem: Problem, config: RowConfig) -> Program:
-        """The kernel of this scope for these types, and what belongs to it."""
-
-    def resident_teams(
-        self, problem: Problem, config: RowConfig, program: Program, shared: int
-    ) -> int:
-        """Teams (in scope WARP blocks) that the device runs at once."""
-        device = problem.device
-        if self.scope == "CLUSTER":
-            return launch.resident_clusters(
-                program, device.index, config.threads, shared, config.cluster
-            )
-        per_sm = launch.resident_blocks(program, device.index, config.threads, shared)
-        per_sm = min(per_sm, config.blocks_per_sm or per_sm)
-        return max(
-            1, per_sm * device.multiprocessors // (config.cluster if self.scope == "GRID" else 1)
-        )
-
-    def shared_bytes(self, details: Details, config: RowConfig) -> int:
-        """What the kernel's Team and Feed use, as team.cuh and feed.cuh lay it out."""
-        barriers, slots = (16, 16 * 32) if self.scope == "CLUSTER" else (0, 32)
-        team = 0 if self.scope == "WARP" else -(-(barriers + 8 * self.values * slots) // 128) * 128
-        row = self.share(details, config) * configs.column_bytes(details)
-        if config.feed == ASYNC:
-            return team + row
-        return team + 128 + config.feed * row if config.feed > 0 else team
-
-    def share(self, details: Details, config: RowConfig) -> int:
-        """Columns of a row per block."""
-        layout = details.layout
-        return -(-layout.vectors // config.cluster) * layout.vector
-
-    def template(self, details: Details, config: RowConfig) -> str:
-        """The template arguments that all row kernels end with."""
-        bound = next(size for size in BOUNDS if config.threads <= size)
-        nested, hold = str(details.layout.nested).lower(), str(config.hold).lower()
-        vector, items = details.layout.vector, config.items
-        if config.feed == TWICE:
-            return f"{nested},{self.scope},{vector},{items},{bound}"
-        feed = config.feed
-        return f"{nested},{self.scope},{config.lanes},{vector},{items},{feed},{hold},{bound}"
-
-
 class ForwardVariant(RowVariant):
+    block_keeps, long = configs.BLOCK_KEEPS, configs.LONG
     configs_by_scope: ClassVar = {
         "WARP": configs.warp_forward,
         "BLOCK": configs.block_forward,
@@ -152,8 +36,8 @@ class ForwardVariant(RowVariant):
         "GRID": configs.cooperative,
     }
 
-    def longest(self, problem: Problem, details: Details) -> int:
-        return configs.longest_forward(self.scope, problem, details)
+    def longest(self, problem: Problem) -> int:
+        return configs.longest_forward(self.scope, problem, problem.layout)
 
     def program(self, problem: Problem, config: RowConfig) -> Program:
         details: Details = problem.layout
@@ -187,33 +71,11 @@ class ForwardVariant(RowVariant):
             return lambda *args: None
         device = problem.device.index
         program = self.program(problem, config)
-        shared = self.shared_bytes(details, config)
-        if self.scope == "WARP":
-            blocks = -(-layout.rows // (config.threads // config.lanes))
-        else:
-            blocks = layout.rows
-        resident = self.resident_teams(problem, config, program, shared)
-        if config.feed not in ONE_ROW:
-            blocks = min(blocks, resident)
-        teams = blocks
-        start = launch.prepare(
-            launch.KernelCall(
-                program,
-                program.names[0],
-                grid=blocks * config.cluster,
-                block=config.threads,
-                shared=shared,
-                params=FORWARD_PARAMS,
-                cluster=config.cluster if self.scope == "CLUSTER" else 1,
-                cooperative=self.scope == "GRID",
-                dependent=problem.device.capability >= (9, 0),
-            ),
-            device,
-        )
+        start, teams = self.prepare(problem, config, program, FORWARD_PARAMS)
         (xo, xi), (ro, ri), (yo, yi), (so, si) = (layout.strides(index) for index in range(4))
         rows, inner_rows, columns = layout.rows, layout.inner_rows, layout.columns
         share, inverse = self.share(details, config), 1.0 / columns
-        members = config.cluster if self.scope == "GRID" else 0
+        members = self.members(config)
         stream = launch.current_stream
 
         def run(
@@ -227,7 +89,7 @@ class ForwardVariant(RowVariant):
         ) -> None:
             arrivals = partials = 0
             if members:
-                meeting = launch.zeros(teams + 2 * teams * members, x.device)
+                meeting = self.meeting(teams, members, x.device)
                 arrivals = meeting.data_ptr()
                 partials = arrivals + 4 * teams
             start(

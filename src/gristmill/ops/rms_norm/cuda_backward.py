@@ -11,11 +11,12 @@ import torch
 from gristmill.jit import Program
 from gristmill.ops import launch
 from gristmill.ops.rms_norm import configs
-from gristmill.ops.rms_norm.configs import ONE_ROW, RowConfig
-from gristmill.ops.rms_norm.cuda import SCOPES, RowVariant
 from gristmill.ops.rms_norm.problem import Details
 from gristmill.ops.rms_norm.semantics import epsilon
-from gristmill.ops.rows import ELEMENT
+from gristmill.ops.rows.config import RowConfig
+from gristmill.ops.rows.layout import ELEMENT
+from gristmill.ops.rows.problem import RowDetails
+from gristmill.ops.rows.variant import SCOPES, RowVariant
 from gristmill.select.problem import Problem
 
 # BackwardParams: x, dy, rows, dsum, dx, weight, dweight, partials, meeting, columns, share, floats.
@@ -25,7 +26,8 @@ GRADIENT_PARAMS = struct.Struct("<QQIII")
 
 
 class BackwardVariant(RowVariant):
-    values = 2
+    floats = 2
+    block_keeps, long = configs.BLOCK_KEEPS, configs.LONG
     configs_by_scope: ClassVar = {
         "WARP": configs.warp_backward,
         "BLOCK": configs.block_backward,
@@ -33,8 +35,8 @@ class BackwardVariant(RowVariant):
         "GRID": configs.cooperative,
     }
 
-    def longest(self, problem: Problem, details: Details) -> int:
-        return configs.longest_backward(self.scope, problem, details)
+    def longest(self, problem: Problem) -> int:
+        return configs.longest_backward(self.scope, problem, problem.layout)
 
     def program(self, problem: Problem, config: RowConfig) -> Program:
         details: Details = problem.layout
@@ -52,7 +54,7 @@ class BackwardVariant(RowVariant):
             names.append(f"rms_norm_weight_gradient<{_element(problem)}>")
         return Program("rms_norm_backward.cu", tuple(names))
 
-    def shared_bytes(self, details: Details, config: RowConfig) -> int:
+    def shared_bytes(self, details: RowDetails, config: RowConfig) -> int:
         if self.scope == "WARP":
             # Where the block's teams add up their weight gradients.
             return config.threads // config.lanes * details.layout.columns * 4
@@ -108,31 +110,9 @@ class BackwardVariant(RowVariant):
         layout = details.layout
         device = problem.device.index
         program = self.program(problem, config)
-        shared = self.shared_bytes(details, config)
-        dependent = problem.device.capability >= (9, 0)
         gradient = "weight_grad" in problem.flags
-
-        # Partial rows: never more than there are rows, nor than teams that run at once.
-        parts = layout.rows
-        if self.scope == "WARP":
-            parts = -(-parts // (config.threads // config.lanes))
-        resident = self.resident_teams(problem, config, program, shared)
-        if config.feed not in ONE_ROW:
-            parts = min(parts, resident)
-        start = launch.prepare(
-            launch.KernelCall(
-                program,
-                program.names[0],
-                grid=parts * config.cluster,
-                block=config.threads,
-                shared=shared,
-                params=BACKWARD_PARAMS,
-                cluster=config.cluster if self.scope == "CLUSTER" else 1,
-                cooperative=self.scope == "GRID",
-                dependent=dependent,
-            ),
-            device,
-        )
+        # Partial rows: one per team, never more than there are rows.
+        start, parts = self.prepare(problem, config, program, BACKWARD_PARAMS)
         finish = None
         width, threads = configs.weight_gradient(layout.columns, parts)
         if gradient and parts > 1:
@@ -144,14 +124,14 @@ class BackwardVariant(RowVariant):
                     block=threads,
                     shared=4 * threads,
                     params=GRADIENT_PARAMS,
-                    dependent=dependent,
+                    dependent=problem.device.capability >= (9, 0),
                 ),
                 device,
             )
         (xo, xi), (do, di), (so, si), (oo, oi) = (layout.strides(index) for index in range(4))
         rows, inner_rows, columns = layout.rows, layout.inner_rows, layout.columns
         share, inverse = self.share(details, config), 1.0 / columns
-        members = config.cluster if self.scope == "GRID" else 0
+        members = self.members(config)
         stream = launch.current_stream
 
         def run(
@@ -166,7 +146,7 @@ class BackwardVariant(RowVariant):
         ) -> None:
             arrivals = meetings = partials = 0
             if members:
-                meeting = launch.zeros(parts + 4 * parts * members, x.device)
+                meeting = self.meeting(parts, members, x.device)
                 arrivals = meeting.data_ptr()
                 meetings = arrivals + 4 * parts
             if finish is not None:

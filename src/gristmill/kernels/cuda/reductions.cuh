@@ -1,0 +1,210 @@
+// What a team can agree on: sums, maxima, the sum of a softmax, mean and variance.
+//
+// A reduction is a few floats, `value`, and two steps:
+//   over_lanes<LANES>()  from each thread's share to that of its LANES lanes; every lane gets the same bits
+//   over_slots(slots)    from `slots.count` such results to that of all; slots(i, k) is float k of the i-th. Called by
+//                        whole warps, which all get the same bits
+// Both add in a fixed order, so that a result does not depend on who came first.
+#pragma once
+#include "machine.cuh"
+
+template <int LANES>
+DEVICE float lane_sum(float value) {
+#pragma unroll
+    for (int distance = LANES / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(0xffffffffu, value, distance);
+    return value;
+}
+
+template <int LANES>
+DEVICE float lane_max(float value) {
+#pragma unroll
+    for (int distance = LANES / 2; distance > 0; distance /= 2)
+        value = max_nan(value, __shfl_xor_sync(0xffffffffu, value, distance));
+    return value;
+}
+
+// Results that wait in shared memory, side by side. SINGLE: no more than one for each lane of a warp.
+template <int FLOATS, bool SINGLE>
+struct SharedSlots {
+    const float* data;
+    unsigned count;
+    DEVICE float operator()(unsigned i, int k) const { return data[i * FLOATS + k]; }
+};
+
+// Results of other blocks, in global memory.
+template <int FLOATS>
+struct GlobalSlots {
+    const unsigned* data;
+    unsigned count;
+    DEVICE float operator()(unsigned i, int k) const { return __uint_as_float(load_acquire(data + i * FLOATS + k)); }
+};
+
+template <int FLOATS, class Body>
+DEVICE void each_slot(const SharedSlots<FLOATS, true>& slots, const Body& body) {
+    if (threadIdx.x % 32 < slots.count) body(threadIdx.x % 32);
+}
+
+template <class Slots, class Body>
+DEVICE void each_slot(const Slots& slots, const Body& body) {
+#pragma unroll 1
+    for (unsigned i = threadIdx.x % 32; i < slots.count; i += 32) body(i);
+}
+
+template <int COUNT>
+struct Sums {
+    static constexpr int floats = COUNT;
+    float value[COUNT];
+
+    DEVICE Sums() { clear(); }
+
+    template <int LANES>
+    DEVICE void over_lanes() {
+#pragma unroll
+        for (int distance = LANES / 2; distance > 0; distance /= 2)
+#pragma unroll
+            for (int k = 0; k < COUNT; k++) value[k] += __shfl_xor_sync(0xffffffffu, value[k], distance);
+    }
+
+    template <class Slots>
+    DEVICE void over_slots(const Slots& slots) {
+        clear();
+        each_slot(slots, [&](unsigned i) {
+#pragma unroll
+            for (int k = 0; k < COUNT; k++) value[k] += slots(i, k);
+        });
+        over_lanes<32>();
+    }
+
+  private:
+    DEVICE void clear() {
+#pragma unroll
+        for (int k = 0; k < COUNT; k++) value[k] = 0.0f;
+    }
+};
+
+// The largest of values that are not negative; a NaN among them is the result.
+struct Max {
+    static constexpr int floats = 1;
+    float value[1] = {0.0f};
+
+    template <int LANES>
+    DEVICE void over_lanes() { value[0] = lane_max<LANES>(value[0]); }
+
+    template <class Slots>
+    DEVICE void over_slots(const Slots& slots) {
+        value[0] = 0.0f;
+        each_slot(slots, [&](unsigned i) { value[0] = max_nan(value[0], slots(i, 0)); });
+        over_lanes<32>();
+    }
+};
+
+// A softmax on the way: the largest exponent to base 2, and the sum of 2^(exponent - largest). Of exponents that are
+// all -infinity, or of none, the sum is 0; a NaN among them is in the sum.
+struct MaxAndSum {
+    static constexpr int floats = 2;
+    float value[2] = {-INFINITY, 0.0f};
+
+    // What exponents are taken relative to: never -infinity, which would leave NaN behind.
+    static DEVICE float base(float largest) { return largest == -INFINITY ? 0.0f : largest; }
+
+    // 2^(exponent - largest) of some more exponents is to be added: `largest` is that of those.
+    DEVICE void raise(float largest) {
+        const float next = fmaxf(value[0], largest);
+        value[1] *= exp2_fast(value[0] - base(next));
+        value[0] = next;
+    }
+
+    template <int LANES>
+    DEVICE void over_lanes() {
+        float largest = value[0];
+#pragma unroll
+        for (int distance = LANES / 2; distance > 0; distance /= 2)
+            largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
+        raise(largest);
+        value[1] = lane_sum<LANES>(value[1]);
+    }
+
+    template <class Slots>
+    DEVICE void over_slots(const Slots& slots) {
+        value[0] = -INFINITY, value[1] = 0.0f;
+        each_slot(slots, [&](unsigned i) { value[0] = fmaxf(value[0], slots(i, 0)); });
+#pragma unroll
+        for (int distance = 16; distance > 0; distance /= 2) value[0] = fmaxf(value[0], __shfl_xor_sync(0xffffffffu, value[0], distance));
+        const float zero = base(value[0]);
+        each_slot(slots, [&](unsigned i) { value[1] = fmaf(slots(i, 1), exp2_fast(slots(i, 0) - zero), value[1]); });
+        value[1] = lane_sum<32>(value[1]);
+    }
+};
+
+// Mean and variance with nothing that cancels: `count` values have the mean center + offset, and the squares of their
+// distances from it add up to `spread`.
+//
+// A thread starts with the count of its warp's LANES lanes, a center that they share (any value near the mean: that of
+// their first values), and its sums of (x - center) and of its square. PRODUCTS: two more sums, of g and of g * (x -
+// center); the second becomes that of g * (x - mean).
+template <bool PRODUCTS>
+struct MomentsOf {
+    static constexpr int floats = PRODUCTS ? 6 : 4;
+    float value[floats];   // count, center, offset, spread [, sum of g, sum of g * (x - mean)]
+
+    DEVICE MomentsOf(float count, float center) {
+#pragma unroll
+        for (int k = 0; k < floats; k++) value[k] = 0.0f;
+        value[0] = count, value[1] = center;
+    }
+
+    DEVICE void add(float x, float g = 0.0f) {
+        const float distance = x - value[1];
+        value[2] += distance;
+        value[3] = fmaf(distance, distance, value[3]);
+        if constexpr (PRODUCTS) {
+            value[4] += g;
+            value[5] = fmaf(g, distance, value[5]);
+        }
+    }
+
+    DEVICE float count() const { return value[0]; }
+    DEVICE float centered(float x) const { return (x - value[1]) - value[2]; }
+    DEVICE float spread() const { return value[3]; }
+    DEVICE float sum() const { return value[floats - 2]; }
+    DEVICE float product() const { return value[floats - 1]; }
+
+    template <int LANES>
+    DEVICE void over_lanes() {
+#pragma unroll
+        for (int distance = LANES / 2; distance > 0; distance /= 2)
+#pragma unroll
+            for (int k = 2; k < floats; k++) value[k] += __shfl_xor_sync(0xffffffffu, value[k], distance);
+        const float sum = value[2];
+        value[2] = value[0] > 0.0f ? sum / value[0] : 0.0f;
+        value[3] = fmaf(-sum, value[2], value[3]);
+        if constexpr (PRODUCTS) value[5] = fmaf(-value[4], value[2], value[5]);
+    }
+
+    template <class Slots>
+    DEVICE void over_slots(const Slots& slots) {
+        const float center = slots(0, 1);   // the first has values, if any has
+        float count = 0.0f, sum = 0.0f, spread = 0.0f, gradient = 0.0f, product = 0.0f;
+        const auto mean = [&](unsigned i) { return (slots(i, 1) - center) + slots(i, 2); };
+        each_slot(slots, [&](unsigned i) {
+            count += slots(i, 0);
+            sum = slots(i, 0) > 0.0f ? fmaf(slots(i, 0), mean(i), sum) : sum;
+        });
+        count = lane_sum<32>(count);
+        const float offset = lane_sum<32>(sum) / count;
+        each_slot(slots, [&](unsigned i) {
+            if (slots(i, 0) == 0.0f) return;
+            const float shift = mean(i) - offset;
+            spread += fmaf(slots(i, 0) * shift, shift, slots(i, 3));
+            if constexpr (PRODUCTS) {
+                gradient += slots(i, 4);
+                product += fmaf(slots(i, 4), shift, slots(i, 5));
+            }
+        });
+        value[0] = count, value[1] = center, value[2] = offset, value[3] = lane_sum<32>(spread);
+        if constexpr (PRODUCTS) value[4] = lane_sum<32>(gradient), value[5] = lane_sum<32>(product);
+    }
+};
+
+using Moments = MomentsOf<false>;
+using MomentsAndProducts = MomentsOf<true>;

@@ -1,0 +1,1 @@
+"""What the ops that work on rows share: layouts, problems, configs, the base of their variants."""

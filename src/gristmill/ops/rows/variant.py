@@ -1,0 +1,188 @@
+"""The base of the CUDA variants of row ops: a variant is a scope, which is who shares a row."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from struct import Struct
+from typing import Any, ClassVar
+
+import torch
+
+from gristmill.jit import Launch, Program
+from gristmill.ops import launch
+from gristmill.ops.rows.config import (
+    ANY_LENGTH,
+    ASYNC,
+    ONE_ROW,
+    TWICE,
+    RowConfig,
+    column_bytes,
+    few_rows,
+)
+from gristmill.ops.rows.problem import RowDetails
+from gristmill.select.problem import Problem
+from gristmill.select.variant import Variant
+
+# Largest blocks that kernels are compiled for: the fewer threads, the more registers for each.
+BOUNDS = (128, 256, 512, 640, 768, 896, 1024)
+SCOPES = {
+    "cuda_warp": "WARP",
+    "cuda_block": "BLOCK",
+    "cuda_cluster": "CLUSTER",
+    "cuda_cooperative": "GRID",
+}
+SUMMARIES = {
+    "cuda_warp": "lanes of a warp share a row",
+    "cuda_block": "a block shares a row",
+    "cuda_cluster": "a cluster of blocks shares a row (sm_90 and up)",
+    "cuda_cooperative": "several blocks share a row, by cooperative launch",
+}
+
+
+class RowVariant(Variant):
+    """What the CUDA variants of all row ops have in common."""
+
+    config_type = RowConfig
+    floats = 1  # of the largest reduction of the kernel's team
+    # The longest row, in vectors, that a block keeps: beyond, a cluster of blocks does. From `long`
+    # on several blocks share a row where rows are few.
+    block_keeps: ClassVar[int]
+    long: ClassVar[int]
+    configs_by_scope: ClassVar[Mapping[str, Callable[[Problem, Any], RowConfig]]]
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.scope = SCOPES[name]
+        self.summary = SUMMARIES[name]
+
+    def supports(self, problem: Problem) -> str | None:
+        if problem.device.kind != "cuda":
+            return f"needs a CUDA device, not {problem.device.kind}"
+        if problem.device.capability < (8, 0):
+            return f"needs compute capability 8.0 or later, not {problem.device.arch}"
+        wide = [f"{name} is {dtype}" for name, dtype in problem.dtypes if dtype == "float64"]
+        if wide:
+            return f"computes in fp32: {', '.join(wide)}"
+        if self.scope == "CLUSTER" and problem.device.capability < (9, 0):
+            return f"needs clusters (compute capability 9.0), not {problem.device.arch}"
+        details: RowDetails = problem.layout
+        columns = problem.dim("N")
+        if columns >= ANY_LENGTH or details.layout.vectors > self.longest(problem):
+            whom = {"WARP": "a warp", "BLOCK": "one block", "CLUSTER": "a cluster"}
+            return f"rows of {columns} columns are too long for {whom.get(self.scope, 'a grid')}"
+        members = self.config(problem).cluster
+        if self.scope in ("BLOCK", "CLUSTER") and problem.rows * members >= 2**31:
+            return f"{problem.rows} rows of {members} blocks are more than a grid has"
+        if self.scope == "GRID" and members > problem.device.multiprocessors:
+            return f"rows of {columns} columns need more blocks than run at once"
+        return None
+
+    def config(self, problem: Problem) -> RowConfig:
+        return self.configs_by_scope[self.scope](problem, problem.layout)
+
+    def declines(self, problem: Problem) -> str | None:
+        vectors = problem.layout.layout.vectors
+        cluster = self.sibling("cuda_cluster").supports(problem) is None
+        if self.scope == "GRID" and cluster:
+            return "clusters do the same without a detour through global memory"
+        if self.scope == "BLOCK" and vectors > self.long:
+            several = cluster or self.sibling("cuda_cooperative").supports(problem) is None
+            if several and vectors > self.block_keeps:
+                return "a block would read such long rows twice; several blocks can keep them"
+            if several and few_rows(problem):
+                return "few long rows leave most SMs idle; several blocks can share each"
+        return None
+
+    def sibling(self, name: str) -> RowVariant:
+        """The same op's variant of another scope."""
+        return type(self)(name)
+
+    @abstractmethod
+    def longest(self, problem: Problem) -> int:
+        """The longest row of this scope, in vectors."""
+
+    def programs(self, problem: Problem, config: RowConfig) -> tuple[Program, ...]:
+        return (self.program(problem, config),)
+
+    @abstractmethod
+    def program(self, problem: Problem, config: RowConfig) -> Program:
+        """The kernel of this scope for these types, and what belongs to it."""
+
+    def resident_teams(
+        self, problem: Problem, config: RowConfig, program: Program, shared: int
+    ) -> int:
+        """Teams (in scope WARP blocks) that the device runs at once."""
+        device = problem.device
+        if self.scope == "CLUSTER":
+            return launch.resident_clusters(
+                program, device.index, config.threads, shared, config.cluster
+            )
+        per_sm = launch.resident_blocks(program, device.index, config.threads, shared)
+        per_sm = min(per_sm, config.blocks_per_sm or per_sm)
+        return max(
+            1, per_sm * device.multiprocessors // (config.cluster if self.scope == "GRID" else 1)
+        )
+
+    def shared_bytes(self, details: RowDetails, config: RowConfig) -> int:
+        """What the kernel's Team and Feed use, as team.cuh and feed.cuh lay it out."""
+        barriers, slots = (16, 16 * 32) if self.scope == "CLUSTER" else (0, 32)
+        team = 0 if self.scope == "WARP" else -(-(barriers + 8 * self.floats * slots) // 128) * 128
+        row = self.share(details, config) * column_bytes(details)
+        if config.feed == ASYNC:
+            return team + row
+        return team + 128 + config.feed * row if config.feed > 0 else team
+
+    def share(self, details: RowDetails, config: RowConfig) -> int:
+        """Columns of a row per block."""
+        layout = details.layout
+        return -(-layout.vectors // config.cluster) * layout.vector
+
+    def template(self, details: RowDetails, config: RowConfig) -> str:
+        """The template arguments that all row kernels end with."""
+        bound = next(size for size in BOUNDS if config.threads <= size)
+        nested, hold = str(details.layout.nested).lower(), str(config.hold).lower()
+        vector, items = details.layout.vector, config.items
+        if config.feed == TWICE:
+            return f"{nested},{self.scope},{vector},{items},{bound}"
+        feed = config.feed
+        return f"{nested},{self.scope},{config.lanes},{vector},{items},{feed},{hold},{bound}"
+
+    def prepare(
+        self, problem: Problem, config: RowConfig, program: Program, params: Struct
+    ) -> tuple[Launch, int]:
+        """The launch of the program's first kernel, and how many teams (in scope WARP blocks).
+
+        One per row, or as many as the device runs at once where a team does several rows.
+        """
+        details: RowDetails = problem.layout
+        teams = details.layout.rows
+        if self.scope == "WARP":
+            teams = -(-teams // (config.threads // config.lanes))
+        shared = self.shared_bytes(details, config)
+        resident = self.resident_teams(problem, config, program, shared)
+        if config.feed not in ONE_ROW:
+            teams = min(teams, resident)
+        start = launch.prepare(
+            launch.KernelCall(
+                program,
+                program.names[0],
+                grid=teams * config.cluster,
+                block=config.threads,
+                shared=shared,
+                params=params,
+                cluster=config.cluster if self.scope == "CLUSTER" else 1,
+                cooperative=self.scope == "GRID",
+                dependent=problem.device.capability >= (9, 0),
+            ),
+            problem.device.index,
+        )
+        return start, teams
+
+    def members(self, config: RowConfig) -> int:
+        """Blocks that meet in global memory; 0 where none do."""
+        return config.cluster if self.scope == "GRID" else 0
+
+    def meeting(self, teams: int, members: int, device: torch.device) -> torch.Tensor:
+        """The zeroed words of a `Meeting` (team.cuh): arrivals[teams], then the partial results."""
+        return launch.zeros(teams + 2 * teams * members * self.floats, device)
