@@ -1,4 +1,4 @@
-"""What RMSNorm kernels may answer: the exact result, give or take a few roundings of fp32.
+"""What the kernels of norms may answer: the exact result, give or take a few roundings of fp32.
 
 Everything is computed in fp64 from the very inputs. A kernel sums and multiplies in fp32, so each
 value it rounds lies within a small multiple of 2^-24 of the exact one; what may come out is what
@@ -112,3 +112,72 @@ def _fp32(value: float) -> float:
     """A number as the kernels get it."""
     single: Any = torch.tensor(value, dtype=torch.float32)
     return float(single)
+
+
+def layer_norm(
+    h: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    weight_offset: float,
+    *,
+    roundings: float,
+) -> Range:
+    """The mean of a row is off by roundings of the distances from it, not of its own size."""
+    value, error, _ = _normalised(h, eps, roundings)
+    range_ = Range(value, value).widened(error)
+    if weight is not None:
+        range_ = range_.times((weight.float() + weight_offset).double())
+        range_ = range_.widened(range_.size() * 2 * UNIT)
+    if bias is not None:
+        shift = bias.double()
+        range_ = Range(range_.low + shift, range_.high + shift)
+        range_ = range_.widened((range_.size() + shift.abs()) * UNIT)
+    return range_
+
+
+def layer_norm_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    dsum: torch.Tensor | None,
+    eps: float,
+    weight_offset: float,
+    *,
+    roundings: float,
+) -> tuple[Range, Range, Range]:
+    """dx, dweight and dbias."""
+    h, h_error, inverse = _normalised(x, eps, roundings)
+    h_size = h_error / (roundings * UNIT)
+    d = dy.double()
+    g = d if weight is None else d * (weight.double() + weight_offset)
+    g_size = g.abs()
+    mean_g, mean_gh = g.mean(-1, keepdim=True), (g * h).mean(-1, keepdim=True)
+    dx = inverse * (g - mean_g - h * mean_gh)
+    size = g_size + g_size.mean(-1, keepdim=True)
+    size = inverse * (size + h_size * (g_size * h_size).mean(-1, keepdim=True))
+    if dsum is not None:
+        dx, size = dx + dsum.double(), size + dsum.double().abs()
+    error = roundings * UNIT
+    sums = (
+        (over_rows(d * h), over_rows(d.abs() * h_size)),
+        (over_rows(d), over_rows(d.abs())),
+    )
+    dweight, dbias = (Range(value, value).widened(terms * error) for value, terms in sums)
+    return Range(dx, dx).widened(size * error), dweight, dbias
+
+
+def over_rows(values: torch.Tensor) -> torch.Tensor:
+    return values.reshape(-1, values.shape[-1]).sum(0)
+
+
+def _normalised(
+    h: torch.Tensor, eps: float, roundings: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(h - mean) / deviation, what it may be off by, and 1 / deviation."""
+    exact = h.double()
+    distance = exact - exact.mean(-1, keepdim=True)
+    inverse = torch.rsqrt(distance.square().mean(-1, keepdim=True) + _fp32(eps))
+    value = distance * inverse
+    size = value.abs() + distance.abs().mean(-1, keepdim=True) * inverse
+    return value, size * (roundings * UNIT), inverse

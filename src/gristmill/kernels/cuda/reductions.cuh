@@ -87,6 +87,13 @@ struct Max {
     static constexpr int floats = 1;
     float value[1] = {0.0f};
 
+    // The sizes of some numbers.
+    template <int COUNT>
+    DEVICE void add(const float (&values)[COUNT]) {
+#pragma unroll
+        for (int k = 0; k < COUNT; k++) value[0] = max_nan(value[0], fabsf(values[k]));
+    }
+
     template <int LANES>
     DEVICE void over_lanes() { value[0] = lane_max<LANES>(value[0]); }
 
@@ -103,6 +110,18 @@ struct Max {
 struct MaxAndSum {
     static constexpr int floats = 2;
     float value[2] = {-INFINITY, 0.0f};
+    float unit = 1.0f;       // exponents are so many times what value[0] counts
+    bool products = false;   // terms were taken relative to the product of value[0] and the unit, rounded
+
+    // The exponent of 2 that terms relative to `a` are corrected by to be relative to `b`, which is finite.
+    DEVICE float distance(float a, float b) const {
+        const float product = __fmul_rn(b, unit);
+        if (products && is_near(product)) return __fmul_rn(a, unit) - product;
+        return (a - b) * unit;
+    }
+
+    // Whether a product is so small that its rounding, by which all terms are off alike, is far below 1.
+    static DEVICE bool is_near(float product) { return fabsf(product) <= 1e6f; }
 
     // What exponents are taken relative to: never -infinity, which would leave NaN behind.
     static DEVICE float base(float largest) { return largest == -INFINITY ? 0.0f : largest; }
@@ -110,7 +129,7 @@ struct MaxAndSum {
     // 2^(exponent - largest) of some more exponents is to be added: `largest` is that of those.
     DEVICE void raise(float largest) {
         const float next = fmaxf(value[0], largest);
-        value[1] *= exp2_fast(value[0] - base(next));
+        value[1] *= exp2_fast(distance(value[0], base(next)));
         value[0] = next;
     }
 
@@ -131,7 +150,7 @@ struct MaxAndSum {
 #pragma unroll
         for (int distance = 16; distance > 0; distance /= 2) value[0] = fmaxf(value[0], __shfl_xor_sync(0xffffffffu, value[0], distance));
         const float zero = base(value[0]);
-        each_slot(slots, [&](unsigned i) { value[1] = fmaf(slots(i, 1), exp2_fast(slots(i, 0) - zero), value[1]); });
+        each_slot(slots, [&](unsigned i) { value[1] = fmaf(slots(i, 1), exp2_fast(distance(slots(i, 0), zero)), value[1]); });
         value[1] = lane_sum<32>(value[1]);
     }
 };
@@ -165,6 +184,7 @@ struct MomentsOf {
 
     DEVICE float count() const { return value[0]; }
     DEVICE float centered(float x) const { return (x - value[1]) - value[2]; }
+    DEVICE float normalised(float x, float factor) const { return fmaf(x - value[1], factor, -value[2] * factor); }
     DEVICE float spread() const { return value[3]; }
     DEVICE float sum() const { return value[floats - 2]; }
     DEVICE float product() const { return value[floats - 1]; }
@@ -176,14 +196,15 @@ struct MomentsOf {
 #pragma unroll
             for (int k = 2; k < floats; k++) value[k] += __shfl_xor_sync(0xffffffffu, value[k], distance);
         const float sum = value[2];
-        value[2] = value[0] > 0.0f ? sum / value[0] : 0.0f;
+        value[2] = value[0] > 0.0f ? sum * reciprocal_fast(value[0]) : 0.0f;
         value[3] = fmaf(-sum, value[2], value[3]);
         if constexpr (PRODUCTS) value[5] = fmaf(-value[4], value[2], value[5]);
     }
 
     template <class Slots>
     DEVICE void over_slots(const Slots& slots) {
-        const float center = slots(0, 1);   // the first has values, if any has
+        // Near the mean of the first, which has values if any has: nearer than its center, which one value can draw away.
+        const float center = slots(0, 1) + slots(0, 2);
         float count = 0.0f, sum = 0.0f, spread = 0.0f, gradient = 0.0f, product = 0.0f;
         const auto mean = [&](unsigned i) { return (slots(i, 1) - center) + slots(i, 2); };
         each_slot(slots, [&](unsigned i) {
@@ -191,7 +212,7 @@ struct MomentsOf {
             sum = slots(i, 0) > 0.0f ? fmaf(slots(i, 0), mean(i), sum) : sum;
         });
         count = lane_sum<32>(count);
-        const float offset = lane_sum<32>(sum) / count;
+        const float offset = lane_sum<32>(sum) * reciprocal_fast(count);
         each_slot(slots, [&](unsigned i) {
             if (slots(i, 0) == 0.0f) return;
             const float shift = mean(i) - offset;

@@ -28,7 +28,10 @@ struct Team {
 
     // Bytes of shared memory that reduce() uses, at the start of the block's shared memory: two sets of slots and, in a
     // cluster, a barrier for each.
-    static constexpr unsigned slots = SCOPE == WARP ? 0 : FLOATS * (SCOPE == CLUSTER ? max_members * max_warps : max_warps);
+    // In a cluster every warp tells every block what it has; where that is much, each block agrees with itself first.
+    static constexpr bool in_two_steps = SCOPE == CLUSTER && FLOATS > 2;
+    static constexpr unsigned results = SCOPE != CLUSTER ? max_warps : in_two_steps ? max_warps + max_members : max_warps * max_members;
+    static constexpr unsigned slots = SCOPE == WARP ? 0 : FLOATS * results;
     static constexpr unsigned barrier_bytes = SCOPE == CLUSTER ? 16 : 0;
     static constexpr unsigned shared_bytes = (barrier_bytes + 2 * slots * 4 + 127) / 128 * 128;
 
@@ -78,7 +81,24 @@ struct Team {
         // Two sets of slots in turn: with one barrier per reduction, a fast warp may already write the next one while a
         // slow one reads this one, but never the one after.
         float* slot = reinterpret_cast<float*>(shared_memory() + barrier_bytes) + (round & 1) * slots;
-        if constexpr (SCOPE == CLUSTER) {
+        if constexpr (SCOPE != CLUSTER || in_two_steps) {
+            if (lane == 0)
+#pragma unroll
+                for (int i = 0; i < floats; i++) slot[warp * floats + i] = state.value[i];
+            __syncthreads();
+            state.over_slots(SharedSlots<floats, true>{slot, warps});
+        }
+        if constexpr (SCOPE == GRID) meet(state);
+        if constexpr (in_two_steps) {
+            if (round == 0) cluster_wait();
+            slot += max_warps * FLOATS;
+            if (threadIdx.x == 0) barrier_expect(barrier(round & 1), members * floats * 4);
+            if (threadIdx.x < members)
+#pragma unroll
+                for (int i = 0; i < floats; i++) store_remote(slot + member * floats + i, lane, state.value[i], barrier(round & 1));
+            barrier_wait(barrier(round & 1), round / 2 & 1);
+            state.over_slots(SharedSlots<floats, true>{slot, members});
+        } else if constexpr (SCOPE == CLUSTER) {
             if (round == 0) cluster_wait();
             const unsigned count = members * warps;
             if (threadIdx.x == 0) barrier_expect(barrier(round & 1), count * floats * 4);
@@ -88,13 +108,6 @@ struct Team {
                     store_remote(slot + (member * warps + warp) * floats + i, lane, state.value[i], barrier(round & 1));
             barrier_wait(barrier(round & 1), round / 2 & 1);
             state.over_slots(SharedSlots<floats, false>{slot, count});
-        } else {
-            if (lane == 0)
-#pragma unroll
-                for (int i = 0; i < floats; i++) slot[warp * floats + i] = state.value[i];
-            __syncthreads();
-            state.over_slots(SharedSlots<floats, true>{slot, warps});
-            if constexpr (SCOPE == GRID) meet(state);
         }
         round++;
     }

@@ -78,6 +78,19 @@ struct alignas(COUNT * sizeof(T) >= 16 ? 16 : COUNT * sizeof(T) >= 8 ? 8 : 4) Pa
         }
     }
 
+    // Element i as bits, into a vector whose element i is still zero.
+    DEVICE void put(int i, unsigned bits) {
+        if constexpr (sizeof(T) == 4) words[i] = bits;
+        else if constexpr (sizeof(T) == 2) words[i / 2] |= bits << i % 2 * 16;
+        else words[i / 4] |= bits << i % 4 * 8;
+    }
+
+    DEVICE unsigned bits(int i) const {
+        if constexpr (sizeof(T) == 4) return words[i];
+        else if constexpr (sizeof(T) == 2) return words[i / 2] >> i % 2 * 16 & 0xffffu;
+        else return words[i / 4] >> i % 4 * 8 & 0xffu;
+    }
+
     // Values 2*i and 2*i + 1 at once: the packing instructions take two.
     DEVICE void set_pair(int i, float low, float high) {
         if constexpr (sizeof(T) == 4) {
@@ -114,6 +127,13 @@ DEVICE float round_to(float value) {
         pair.set_pair(0, value, 0.0f);
         return pair.get(0);
     }
+}
+
+// The sum of a vector's values, pair by pair: as many additions as one after another, of which fewer wait for others and fewer roundings add up.
+template <int COUNT>
+DEVICE float sum_of(const float* values) {
+    if constexpr (COUNT == 1) return values[0];
+    else return sum_of<COUNT / 2>(values) + sum_of<COUNT - COUNT / 2>(values + COUNT / 2);
 }
 
 template <class Operand, class T, int COUNT>
@@ -161,5 +181,59 @@ DEVICE void store(T* pointer, const Packed<T, COUNT>& in) {
 #pragma unroll
         for (int i = 0; i < total; i += step)
             store_global<step, IN_L1>(reinterpret_cast<char*>(pointer) + i, &in.words[i / 4]);
+    }
+}
+
+// ---- ragged rows: rows whose length or address is no multiple of 16 bytes, covered by aligned vectors ----
+//
+// The first vector of a RAGGED row starts at column -shift, the last one may end behind the row. Columns are unsigned, so
+// those before the row are huge numbers; what is outside of the row neither is read nor written.
+
+// Elements by which a row lies beyond a multiple of 16 bytes.
+template <class T>
+DEVICE unsigned shift_of(const T* row) {
+    return static_cast<unsigned>(reinterpret_cast<unsigned long long>(row) % 16 / sizeof(T));
+}
+
+// Whether a vector at `column` has something before `end`. RAGGED: rows are shorter than 2^30.
+template <bool RAGGED>
+DEVICE bool starts_before(unsigned column, unsigned end) {
+    return RAGGED ? static_cast<int>(column) < static_cast<int>(end) : column < end;
+}
+
+// Whether all of a vector's columns are within [0, end).
+template <int COUNT>
+DEVICE bool is_inside(unsigned column, unsigned end) {
+    return column < end && end - column >= COUNT;
+}
+
+// The part of a vector that is within [0, end); elsewhere it is zero.
+template <class Operand, class T, int COUNT>
+DEVICE void load_inside(Packed<T, COUNT>& out, const T* row, unsigned column, unsigned end) {
+    if (is_inside<COUNT>(column, end)) {
+        load<Operand>(out, row + column);
+        return;
+    }
+    out.clear();
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        const unsigned here = column + i;
+        if (here >= end) continue;
+        unsigned bits;
+        load_global<sizeof(T)>(&bits, row + here);
+        out.put(i, bits);
+    }
+}
+
+template <class Operand, bool IN_L1 = false, class T, int COUNT>
+DEVICE void store_inside(T* row, unsigned column, unsigned end, const Packed<T, COUNT>& in) {
+    if (is_inside<COUNT>(column, end)) {
+        store<Operand, IN_L1>(row + column, in);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        const unsigned here = column + i, bits = in.bits(i);
+        if (here < end) store_global<sizeof(T), IN_L1>(row + here, &bits);
     }
 }

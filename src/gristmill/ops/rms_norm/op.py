@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
 import torch
 
 from gristmill.errors import ArgumentError
 from gristmill.ops import inline
+from gristmill.ops.norm_fp8.call import call_fp8
+from gristmill.ops.norm_fp8.semantics import asked
 from gristmill.ops.op import Gradient, Op, no_second_gradient
 from gristmill.ops.plain import Reference
 from gristmill.ops.rms_norm import cases, problem, reference, semantics
 from gristmill.ops.rms_norm.cuda import FORWARD_VARIANTS
 from gristmill.ops.rms_norm.cuda_backward import BACKWARD_VARIANTS
+from gristmill.ops.rms_norm.fp8 import ADD_RMS_NORM_FP8, RMS_NORM_FP8
 from gristmill.ops.rms_norm.plain import Library, LibraryBackward
 
 _OPTIONS = (
@@ -21,6 +24,29 @@ _OPTIONS = (
 )
 
 
+# A dtype is no type: for FP8 without a further option a type checker sees a tensor.
+@overload
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = ...,
+    eps: float | None = ...,
+    *,
+    weight_offset: float = ...,
+    casting: str = ...,
+    out_dtype: torch.dtype | None = ...,
+) -> torch.Tensor: ...
+@overload
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = ...,
+    eps: float | None = ...,
+    *,
+    weight_offset: float = ...,
+    casting: str = ...,
+    out_dtype: torch.dtype | None = ...,
+    scale: torch.Tensor | None = ...,
+    return_amax: bool = ...,
+) -> Any: ...
 def rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -29,7 +55,9 @@ def rms_norm(
     weight_offset: float = 0.0,
     casting: str = "once",
     out_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
+    scale: torch.Tensor | None = None,
+    return_amax: bool = False,
+) -> Any:
     r"""Root mean square norm over the last dim.
 
     .. math:: y = \frac{x}{\sqrt{\mathrm{mean}(x^2) + eps}} \cdot (weight + weight\_offset)
@@ -43,14 +71,25 @@ def rms_norm(
         weight_offset: added to the weight in fp32 (1.0 for Gemma's weights).
         casting: ``"once"`` rounds once, at the end. ``"llama"`` rounds as Hugging Face's Llama
             does: the normalised value to x's dtype, then its product with the weight.
-        out_dtype: the dtype of the result; x's by default.
+        out_dtype: the dtype of the result; x's by default. With ``torch.float8_e4m3fn`` the norm is
+            divided by a scale and rounded to FP8, which saturates; there is no gradient then.
+        scale: for FP8, a tensor of one fp32 element; None: one for each row is computed,
+            ``max(max |y of the row| / 448, 2**-126)``, and returned, fp32 of shape ``(..., 1)``.
+        return_amax: for FP8, whether to return the largest ``|y|`` of the whole tensor before it
+            is divided, an fp32 scalar tensor.
 
     Returns:
-        A tensor of x's shape with the strides of ``torch.empty_like(x)``. Sums are taken in fp32
-        (fp64 for fp64). Under CUDA autocast it does what torch's own op does: from the torch
-        version on that computes rms_norm in fp32 there, the result is fp32, whatever ``casting``.
-        Differentiable once, in x and weight.
+        A tensor of x's shape with the strides of ``torch.empty_like(x)``; for FP8 followed by the
+        scales unless they were given, and by amax if it was asked for, as a tuple. Sums are taken
+        in fp32 (fp64 for fp64). Under CUDA autocast it does what torch's own op does: from the
+        torch version on that computes rms_norm in fp32 there, the result is fp32 unless
+        ``out_dtype`` is given, whatever ``casting``. Differentiable once, in x and weight.
     """
+    if (out_dtype is not None or scale is not None or return_amax) and asked(
+        "rms_norm", out_dtype, scale, return_amax
+    ):
+        quantised = (x, weight, scale, eps, weight_offset, casting, return_amax)
+        return call_fp8(RMS_NORM_FP8, "rms_norm", (x, weight, scale), quantised)
     args = (x, weight, eps, weight_offset, casting, out_dtype)
     if torch.compiler.is_compiling():
         if "rms_norm" in inline.NAMES:
@@ -62,6 +101,30 @@ def rms_norm(
     return result
 
 
+@overload
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = ...,
+    eps: float | None = ...,
+    *,
+    weight_offset: float = ...,
+    casting: str = ...,
+    out_dtype: torch.dtype | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = ...,
+    eps: float | None = ...,
+    *,
+    weight_offset: float = ...,
+    casting: str = ...,
+    out_dtype: torch.dtype | None = ...,
+    scale: torch.Tensor | None = ...,
+    return_amax: bool = ...,
+) -> Any: ...
 def add_rms_norm(
     x: torch.Tensor,
     residual: torch.Tensor,
@@ -71,7 +134,9 @@ def add_rms_norm(
     weight_offset: float = 0.0,
     casting: str = "once",
     out_dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    scale: torch.Tensor | None = None,
+    return_amax: bool = False,
+) -> Any:
     r"""The sum of x and a residual, and its RMSNorm.
 
     .. math:: s = x + residual, \qquad y = \mathrm{rms\_norm}(s)
@@ -82,11 +147,18 @@ def add_rms_norm(
     Args:
         x, residual: ``(..., N)``, one shape, any of fp32, bf16, fp16 or fp64 each.
         weight, eps, weight_offset, casting, out_dtype: as in :func:`rms_norm`.
+        scale, return_amax: for FP8, as in :func:`rms_norm`.
 
     Returns:
-        ``(y, s)``: the norm, in x's dtype unless ``out_dtype`` says otherwise, and the sum.
+        ``(y, s)``: the norm, in x's dtype unless ``out_dtype`` says otherwise, and the sum; for FP8
+        followed by the scales unless they were given, and by amax if it was asked for.
         Differentiable once, in x, residual and weight, through both results.
     """
+    if (out_dtype is not None or scale is not None or return_amax) and asked(
+        "add_rms_norm", out_dtype, scale, return_amax
+    ):
+        quantised = (x, residual, weight, scale, eps, weight_offset, casting, return_amax)
+        return call_fp8(ADD_RMS_NORM_FP8, "add_rms_norm", (x, residual, weight, scale), quantised)
     args = (x, residual, weight, eps, weight_offset, casting, out_dtype)
     if torch.compiler.is_compiling():
         if "add_rms_norm" in inline.NAMES:
@@ -192,10 +264,6 @@ def _backward_add(ctx: Any, dy: torch.Tensor | None, dsum: torch.Tensor | None) 
     return *gradients, dweight if weight_grad else None, None, None, None, None
 
 
-# Torch learned late that rms_norm belongs with layer_norm among what autocast computes in fp32.
-_TORCH_AUTOCASTS = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
-
-
 def _autocast_forward(*args: Any) -> tuple[Any, ...]:
     """torch computes rms_norm in fp32 under autocast: so an fp32 result, rounded nowhere before.
 
@@ -224,7 +292,7 @@ RMS_NORM = Op(
     ),
     defaults=(None, 1e-6, 0.0, "once", None),
     gradient=Gradient(_save_forward, _backward_forward),
-    autocast=_autocast_forward if _TORCH_AUTOCASTS else None,
+    autocast=_autocast_forward if semantics.TORCH_AUTOCASTS else None,
 )
 
 ADD_RMS_NORM = Op(
@@ -245,7 +313,7 @@ ADD_RMS_NORM = Op(
     ),
     defaults=(None, 1e-6, 0.0, "once", None),
     gradient=Gradient(_save_add, _backward_add),
-    autocast=_autocast_forward if _TORCH_AUTOCASTS else None,
+    autocast=_autocast_forward if semantics.TORCH_AUTOCASTS else None,
 )
 
 FUSED_ADD_RMS_NORM_ = Op(

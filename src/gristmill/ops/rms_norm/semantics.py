@@ -7,13 +7,30 @@ from typing import Any
 import torch
 
 from gristmill.ops import checks
+from gristmill.ops.norms.semantics import accumulator, check_row_tensor, check_x, sum_dtype
+
+__all__ = [
+    "CASTINGS",
+    "TORCH_AUTOCASTS",
+    "accumulator",
+    "check_add",
+    "check_backward",
+    "check_forward",
+    "check_fused_add",
+    "check_options",
+    "check_row_tensor",
+    "check_x",
+    "epsilon",
+    "outputs_add",
+    "outputs_backward",
+    "outputs_forward",
+    "outputs_fused_add",
+    "sum_dtype",
+]
 
 CASTINGS = ("once", "llama")
-
-
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums and products."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+# Torch learned late that rms_norm belongs with layer_norm among what autocast computes in fp32.
+TORCH_AUTOCASTS = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
 
 
 def epsilon(eps: float | None, dtype: torch.dtype) -> float:
@@ -21,30 +38,25 @@ def epsilon(eps: float | None, dtype: torch.dtype) -> float:
     return torch.finfo(accumulator(dtype)).eps if eps is None else eps
 
 
-def sum_dtype(x: torch.Tensor, residual: torch.Tensor) -> torch.dtype:
-    """The dtype of x + residual, hence of the residual that goes on."""
-    return torch.promote_types(x.dtype, residual.dtype)
-
-
 def check_forward(
     x: Any, weight: Any, eps: Any, weight_offset: Any, casting: Any, out_dtype: Any
 ) -> None:
-    _check_x("rms_norm", x)
-    _check_options("rms_norm", x, weight, eps, weight_offset, casting, out_dtype)
+    check_x("rms_norm", x)
+    check_options("rms_norm", x, weight, eps, weight_offset, casting, out_dtype)
 
 
 def check_add(
     x: Any, residual: Any, weight: Any, eps: Any, weight_offset: Any, casting: Any, out_dtype: Any
 ) -> None:
-    _check_x("add_rms_norm", x)
-    _check_row_tensor("add_rms_norm", "residual", residual, x)
-    _check_options("add_rms_norm", x, weight, eps, weight_offset, casting, out_dtype)
+    check_x("add_rms_norm", x)
+    check_row_tensor("add_rms_norm", "residual", residual, x)
+    check_options("add_rms_norm", x, weight, eps, weight_offset, casting, out_dtype)
 
 
 def check_fused_add(x: Any, residual: Any, weight: Any, eps: Any) -> None:
     op = "fused_add_rms_norm_"
-    _check_x(op, x)
-    _check_row_tensor(op, "residual", residual, x)
+    check_x(op, x)
+    check_row_tensor(op, "residual", residual, x)
     checks.weight_of(op, "weight", weight, x)
     checks.number(op, "eps", eps, minimum=0.0)
     checks.writable(op, "x", x)
@@ -55,10 +67,10 @@ def check_backward(
     dy: Any, x: Any, weight: Any, dsum: Any, eps: Any, weight_offset: Any, weight_grad: Any
 ) -> None:
     op = "rms_norm_backward"
-    _check_x(op, x)
-    _check_row_tensor(op, "dy", dy, x)
+    check_x(op, x)
+    check_row_tensor(op, "dy", dy, x)
     if dsum is not None:
-        _check_row_tensor(op, "dsum", dsum, x)
+        check_row_tensor(op, "dsum", dsum, x)
     checks.weight_of(op, "weight", weight, x)
     if eps is not None:
         checks.number(op, "eps", eps, minimum=0.0)
@@ -111,18 +123,7 @@ def outputs_backward(
     return dx, x.new_empty(0)
 
 
-def _check_x(op: str, x: Any) -> None:
-    checks.float_tensor(op, "x", x)
-    checks.has_rows(op, "x", x)
-
-
-def _check_row_tensor(op: str, name: str, value: Any, x: torch.Tensor) -> None:
-    checks.float_tensor(op, name, value)
-    checks.same_device(op, name, value, "x", x.device)
-    checks.same_shape(op, name, value, "x", x.shape)
-
-
-def _check_options(
+def check_options(
     op: str,
     x: torch.Tensor,
     weight: Any,

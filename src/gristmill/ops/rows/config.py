@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gristmill.ops.rows.layout import narrowest
 from gristmill.ops.rows.problem import RowDetails
 from gristmill.select.problem import Problem
 
@@ -38,7 +39,7 @@ class RowConfig:
 def whole_vectors(details: RowDetails) -> bool:
     """Whether a vector is 16 bytes of the narrowest tensor: rows neither odd nor short."""
     views = [view for view in details.layout.views if view is not None]
-    return details.layout.vector * min(view.dtype.itemsize for view in views) == 16
+    return details.layout.vector * narrowest(view.dtype for view in views) == 16
 
 
 def bulk_copies(problem: Problem, details: RowDetails) -> bool:
@@ -48,12 +49,12 @@ def bulk_copies(problem: Problem, details: RowDetails) -> bool:
     """
     device = problem.device
     able = device.capability >= (9, 0) and device.shared_per_block >= 200 * 1024
-    return able and details.bulk(0, 1) and whole_vectors(details)
+    return able and details.bulk(0, 1) and whole_vectors(details) and not details.layout.ragged
 
 
 def async_copies(problem: Problem, details: RowDetails) -> bool:
     """Whether what the feed fetches can wait in one block's shared memory."""
-    row = details.layout.columns * column_bytes(details)
+    row = details.layout.vectors * details.layout.vector * column_bytes(details)
     fits = row + 1024 <= problem.device.shared_per_block
     return fits and details.bulk(0, 1) and whole_vectors(details)
 

@@ -8,13 +8,19 @@ dim that is not contiguous, is copied.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-ELEMENT = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
+ELEMENT = {
+    torch.float32: "float",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.float8_e4m3fn: "f8",
+}
 _WIDEST = 16  # bytes of one access
+LONGEST_RAGGED = 2**30  # kernels count the columns of ragged rows with a sign
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,7 @@ class Layout:
     columns: int
     vector: int
     views: tuple[View | None, ...]
+    ragged: bool = False  # vectors are aligned, and stick out of the rows at both ends
 
     @property
     def nested(self) -> bool:
@@ -53,7 +60,9 @@ class Layout:
 
     @property
     def vectors(self) -> int:
-        """Vectors in a row."""
+        """Vectors in a row; the most that a ragged one can touch."""
+        if self.ragged:
+            return (self.columns + 2 * self.vector - 2) // self.vector
         return self.columns // self.vector
 
     def strides(self, index: int) -> tuple[int, int]:
@@ -71,7 +80,7 @@ def row_layout(tensors: Sequence[torch.Tensor | None]) -> Layout | None:
     if 0 in shape[:-1]:
         levels = [(0, (0,) * len(present))]
     else:
-        levels = _collapse(shape[:-1], [tensor.stride()[:-1] for tensor in present])
+        levels = collapse(shape[:-1], [tensor.stride()[:-1] for tensor in present])
     if len(levels) > 2:
         return None
     levels = [(1, (0,) * len(present))] * (2 - len(levels)) + levels
@@ -79,8 +88,8 @@ def row_layout(tensors: Sequence[torch.Tensor | None]) -> Layout | None:
     if outer_rows == 1:
         # One level: it is the outer one, and there is nothing to divide by.
         outer_rows, outer, inner_rows, inner = inner_rows, inner, 1, (0,) * len(present)
-    narrowest = min(tensor.element_size() for tensor in present)
-    vector = math.gcd(columns, _WIDEST // narrowest) if columns else 1
+    vector = math.gcd(columns, _WIDEST // narrowest(tensor.dtype for tensor in present))
+    vector = vector if columns else 1
     views = iter(
         [
             View(
@@ -101,6 +110,46 @@ def row_layout(tensors: Sequence[torch.Tensor | None]) -> Layout | None:
     )
 
 
+def ragged_layout(tensors: Sequence[torch.Tensor | None]) -> Layout | None:
+    """The layout of tensors of one shape whose rows are covered by aligned vectors of 16 bytes.
+
+    For rows whose length or alignment forbids whole vectors. Every row must lie alike in all
+    tensors, by the same number of elements beyond a multiple of 16 bytes; else None.
+    """
+    layout = row_layout(tensors)
+    # A team does one ragged row, and kernels number their teams in 32 bits.
+    if layout is None or not 0 < layout.columns < LONGEST_RAGGED or layout.rows >= 2**31:
+        return None
+    present = [tensor for tensor in tensors if tensor is not None]
+    views = [view for view in layout.views if view is not None]
+    sizes = {tensor.element_size() for tensor in present}
+    bases = {tensor.data_ptr() % _WIDEST for tensor in present}
+    if len(sizes) > 1 or len(bases) > 1:
+        return None
+    size = sizes.pop()
+    if bases.pop() % size:
+        return None
+    outer_rows = layout.rows // max(1, layout.inner_rows)
+    outer = {view.outer * size % _WIDEST for view in views if outer_rows > 1}
+    inner = {view.inner * size % _WIDEST for view in views if layout.inner_rows > 1}
+    if len(outer) > 1 or len(inner) > 1:
+        return None
+    return replace(
+        layout,
+        vector=_WIDEST // size,
+        views=tuple(view and replace(view, access=_WIDEST) for view in layout.views),
+        ragged=True,
+    )
+
+
+def narrowest(dtypes: Iterable[torch.dtype]) -> int:
+    """Bytes of the narrowest element, which decides how long vectors are.
+
+    FP8 does not count: its vectors have fewer bytes, so that those of the rest take few registers.
+    """
+    return min(dtype.itemsize for dtype in dtypes if dtype.itemsize > 1)
+
+
 def access(tensor: torch.Tensor, vector: int, *strides: int) -> int:
     """The widest access in bytes that the address, the strides and the vector length allow."""
     size = tensor.element_size()
@@ -115,7 +164,7 @@ def vector_type(tensor: torch.Tensor | None, vector: int) -> str:
     return f"Tensor<{ELEMENT[tensor.dtype]},{access(tensor, vector)}>"
 
 
-def _collapse(
+def collapse(
     sizes: Sequence[int], strides: Sequence[Sequence[int]]
 ) -> list[tuple[int, tuple[int, ...]]]:
     """Leading dims as few (size, strides) levels, outermost first."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gristmill.ops.rows.layout import ELEMENT, Layout, row_layout, vector_type
+from gristmill.ops.rows.layout import ELEMENT, Layout, ragged_layout, row_layout, vector_type
 
 
 @dataclass(frozen=True)
@@ -39,23 +39,35 @@ class RowDetails:
         return all(view is None or view.bulk for view in views)
 
 
-def layout_of(tensors: Sequence[torch.Tensor | None]) -> tuple[Layout, bool]:
-    """The layout of row tensors, and whether it is that of contiguous copies of some of them."""
+def layout_of(
+    tensors: Sequence[torch.Tensor | None], *, ragged: bool = False
+) -> tuple[Layout, bool]:
+    """The layout of row tensors, and whether it is that of contiguous copies of some of them.
+
+    `ragged`: the kernels know ragged rows, which then take the place of narrow vectors.
+    """
     layout = row_layout(tensors)
     if layout is not None:
-        return layout, False
+        return (_widened(layout, tensors) if ragged else layout), False
     # What is contiguous stays where it is, aligned or not; a copy is aligned like all new tensors.
-    dense = row_layout(
-        [
-            tensor
-            if tensor is None or (tensor.is_contiguous() and tensor.numel())
-            else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            for tensor in tensors
-        ]
-    )
+    copies = [
+        tensor
+        if tensor is None or (tensor.is_contiguous() and tensor.numel())
+        else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for tensor in tensors
+    ]
+    dense = row_layout(copies)
     if dense is None:
         raise RuntimeError("contiguous tensors always have a layout")
-    return dense, True
+    return (_widened(dense, copies) if ragged else dense), True
+
+
+def _widened(layout: Layout, tensors: Sequence[torch.Tensor | None]) -> Layout:
+    """`layout`, or a ragged one where that gives wider accesses."""
+    views = [view for view in layout.views if view is not None]
+    if all(view.bulk for view in views):
+        return layout
+    return ragged_layout(tensors) or layout
 
 
 def like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -82,9 +94,12 @@ def dtypes_of(**tensors: torch.Tensor | None) -> tuple[tuple[str, str], ...]:
 
 
 def flags_of(layout: Layout, copied: bool) -> list[str]:
+    # A vector of FP8 has fewer bytes than an access could.
+    wide = [view for view in layout.views if view is not None and view.dtype.itemsize > 1]
     words = {
         "nested": layout.nested,
-        "narrow": any(view is not None and not view.bulk for view in layout.views),
+        "ragged": layout.ragged,
+        "narrow": any(not view.bulk for view in wide),
         "copied": copied,
     }
     return [word for word, present in words.items() if present]

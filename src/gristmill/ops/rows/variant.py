@@ -40,6 +40,16 @@ SUMMARIES = {
 }
 
 
+def team_bytes(scope: str, floats: int) -> int:
+    """Shared memory that a Team of the kernel uses, as team.cuh lays it out."""
+    if scope == "WARP":
+        return 0
+    barriers, results = 0, 32
+    if scope == "CLUSTER":
+        barriers, results = 16, 16 * 32 if floats <= 2 else 16 + 32
+    return -(-(barriers + 8 * floats * results) // 128) * 128
+
+
 class RowVariant(Variant):
     """What the CUDA variants of all row ops have in common."""
 
@@ -126,8 +136,7 @@ class RowVariant(Variant):
 
     def shared_bytes(self, details: RowDetails, config: RowConfig) -> int:
         """What the kernel's Team and Feed use, as team.cuh and feed.cuh lay it out."""
-        barriers, slots = (16, 16 * 32) if self.scope == "CLUSTER" else (0, 32)
-        team = 0 if self.scope == "WARP" else -(-(barriers + 8 * self.floats * slots) // 128) * 128
+        team = team_bytes(self.scope, self.floats)
         row = self.share(details, config) * column_bytes(details)
         if config.feed == ASYNC:
             return team + row

@@ -1,4 +1,4 @@
-"""How the RMSNorm kernels are launched: one place for every threshold.
+"""How the kernels of the norms are launched: one place for every threshold.
 
 Where there is a figure, it was measured: NVIDIA H200, bf16, cold L2, 2026-11. What has none bounds
 registers and shared memory, or was not tuned. Thresholds count vectors of 16 bytes, so that they
@@ -7,7 +7,7 @@ hold for fp32 too.
 
 from __future__ import annotations
 
-from gristmill.ops.rms_norm.problem import Details
+from gristmill.ops.norms.problem import Details
 from gristmill.ops.rows.config import (
     AHEAD,
     ANY_LENGTH,
@@ -60,7 +60,9 @@ def longest_backward(scope: str, problem: Problem, details: Details) -> int:
         return 32  # two vectors a lane: 32768x1024 is faster by blocks fed by bulk copies
     if scope == "GRID":
         return ANY_LENGTH
-    staged = 1024 if details.wide else 2048
+    # Beside the sums of two gradients dsum finds no registers in 512 threads of one block.
+    crowded = scope == "BLOCK" and details.centered and details.layout.views[2] is not None
+    staged = 1024 if details.wide or crowded else 2048
     each = staged if bulk_copies(problem, details) else _ahead_items(details) * 512
     return each if scope == "BLOCK" else each * most_blocks(problem)
 
@@ -93,10 +95,13 @@ def block_forward(problem: Problem, details: Details) -> RowConfig:
         return _twice(details, MAX_THREADS, 4)
     items = -(-vectors // MAX_THREADS)
     if problem.rows <= 2 * problem.device.multiprocessors and items <= most_items(details):
-        # Up to two rows per SM: latency is all. 256x7168: 3.5 us at one vector a thread, 3.7 at 2.
-        return block_config(vectors, items)
+        # Up to two rows per SM: latency is all. RMSNorm, 256x7168: 3.5 us at one vector a thread,
+        # 3.7 at 2. LayerNorm, which has more to agree on: 3.5 at 2, 4.2 at 1.
+        return block_config(vectors, max(items, 2 if details.centered and whole else 1))
     if not whole:
         return block_config(vectors, 8)
+    if details.centered:
+        return _layer_block(problem, details)
     plain, staged = problem.dtype("residual") is None, async_copies(problem, details)
     hold = details.rereadable and not details.wide  # else h or weights take twice the registers
     if vectors <= 640:
@@ -122,6 +127,27 @@ def block_forward(problem: Problem, details: Details) -> RowConfig:
     return block_config(vectors, most_items(details))
 
 
+def _layer_block(problem: Problem, details: Details) -> RowConfig:
+    """LayerNorm, many rows: few threads, since each warp has four numbers to tell the others."""
+    vectors = details.layout.vectors
+    narrow, staged = not details.wide, async_copies(problem, details)
+    if vectors <= 640:
+        return block_config(vectors, 4 if narrow else 2)  # 32768x4096: 132 us, 141 with 3
+    if staged and vectors <= 1536:
+        return block_config(vectors, 8, ASYNC, hold=False)  # 32768x8192: 261 us
+    if narrow and bulk_copies(problem, details) and problem.dtype("residual") is None:
+        # 16384x16384: 267 us, 271 one row at a time; 8192x32768: 277 us.
+        if vectors <= 2048:
+            return block_config(vectors, 8, feed=3)
+        if 2560 < vectors <= LONG:
+            return block_config(vectors, 8, feed=2, hold=False)
+    if staged and vectors <= LONG:
+        return block_config(vectors, 4 if vectors <= 2560 else 8, ASYNC, hold=False)
+    if details.rereadable:
+        return _twice(details, 512, 8)
+    return block_config(vectors, most_items(details))
+
+
 def cluster_forward(problem: Problem, details: Details) -> RowConfig:
     vectors = details.layout.vectors
     plain = problem.dtype("residual") is None
@@ -135,19 +161,42 @@ def cluster_forward(problem: Problem, details: Details) -> RowConfig:
     if not plain and details.rereadable:
         # 4096x131072: 1076 us, 1098 with rows kept; 2048x262144: 1083 and 1092.
         return _twice(details, MAX_THREADS, 4, cluster_size(problem, vectors, BLOCK_KEEPS))
-    # A ring of two rows, where the share of a block fits twice; 4096x131072: 540 us, 551 one row at
-    # a time; 2048x262144: 539 and 560.
+    if details.centered and not details.wide:
+        # 4096x65536: 276 us; 4096x131072: 543 with a ring of three rows and 64 KB of each in a
+        # block, 556 before blocks agreed with themselves first; 2048x262144: 551.
+        if vectors <= 8192:
+            return cluster_config(vectors, 8, 8, feed=2)
+        cluster = cluster_size(problem, vectors, 4096)
+        if vectors <= cluster * 4096:
+            return cluster_config(vectors, cluster, 8, feed=3, hold=False)
+    # A ring of two rows, where the share of a block fits twice; RMSNorm, 4096x131072: 532 us, 551
+    # one row at a time; 2048x262144: 539 and 560. Rows drawn from a counter in place of rows dealt
+    # in turn were slower (4096x131072: 556 us).
     row = details.layout.vector * column_bytes(details)
     stage = (problem.device.shared_per_block - 8192) // row
-    cluster = cluster_size(problem, vectors, min(4096 if vectors > 16384 else 2048, stage // 2))
+    # A weight and a bias of twice the width leave room for half of the row.
+    crowded = details.centered and details.wide
+    most = 4096 if vectors > 16384 and not crowded else 2048
+    cluster = cluster_size(problem, vectors, min(most, stage // 2))
+    if crowded and vectors > cluster * most:
+        return _twice(details, MAX_THREADS, 4, cluster)
     feed = 2 if 2 * -(-vectors // cluster) <= stage else ASYNC
-    items = 6 if vectors <= 16384 else 8
-    hold = details.rereadable and not details.wide
+    items = 4 if crowded else 6 if vectors <= 16384 else 8
+    hold = details.rereadable and not details.wide and not details.centered
     return cluster_config(vectors, cluster, items, feed, hold)
 
 
-def cooperative(problem: Problem, details: Details) -> RowConfig:
-    items = _ahead_items(details)
+def cooperative_forward(problem: Problem, details: Details) -> RowConfig:
+    # With weight and bias beside them two vectors a thread would spill.
+    few = details.centered and whole_vectors(details)
+    return _cooperative(details, 1 if few else _ahead_items(details))
+
+
+def cooperative_backward(problem: Problem, details: Details) -> RowConfig:
+    return _cooperative(details, _ahead_items(details))
+
+
+def _cooperative(details: Details, items: int) -> RowConfig:
     vectors = details.layout.vectors
     members = max(1, -(-vectors // (items * 512)))
     threads = warps(-(-vectors // (items * members)))
@@ -166,14 +215,24 @@ def block_backward(problem: Problem, details: Details) -> RowConfig:
     vectors = details.layout.vectors
     sms = max(1, problem.device.multiprocessors)
     if problem.rows <= sms:
-        # 1x4096: 1.7 us; 64x8192: 5.9 us with two vectors a thread, 6.3 with one.
-        return block_config(vectors, -(-vectors // 512))
+        # RMSNorm, 1x4096: 1.7 us; 64x8192: 5.9 us with two vectors a thread, 6.3 with one.
+        # LayerNorm, 64x8192: 8.7 us with three, 10.5 with two.
+        few = 3 if details.centered and vectors > 512 and not details.wide else 1
+        return block_config(vectors, max(few, -(-vectors // 512)))
     if not bulk_copies(problem, details):
         return block_config(vectors, min(_ahead_items(details), -(-vectors // 128)), feed=AHEAD)
     if vectors <= 512:
-        return block_config(vectors, 1, feed=2)  # 32768x4096: 202 us, 32768x1024: 57 us
+        # RMSNorm, 32768x4096: 202 us, 32768x1024: 57 us. LayerNorm has more to agree on, hence
+        # fewer warps that do: 210 us with 4, 254 with 2; 32768x1024: 71 with 2.
+        items = 1
+        if details.centered and details.layout.vector >= 8:
+            items = 4 if vectors > 256 and problem.rows > 32 * sms and not details.wide else 2
+        return block_config(vectors, items, feed=2)
     if problem.rows <= 8 * sms and vectors <= 1024:
-        return block_config(vectors, 2, feed=2, blocks_per_sm=1)  # 256x7168: 9.7 us, 11.2 with 4
+        # 256x7168: 9.7 us, 11.2 with 4.
+        return block_config(vectors, 2, feed=2, hold=not details.centered, blocks_per_sm=1)
+    if details.centered and not details.wide:
+        return block_config(vectors, 4, feed=3, hold=False)  # 32768x8192: 412 us; 16384x16384: 400
     # One block per SM with several rows under way: 32768x8192 384 us, 391 with rows held.
     feed = 3 if vectors <= 1024 else 2
     return block_config(vectors, 4, feed=feed, hold=False, blocks_per_sm=1)
@@ -190,6 +249,9 @@ def weight_gradient(columns: int, parts: int) -> tuple[int, int]:
 
 def cluster_backward(problem: Problem, details: Details) -> RowConfig:
     vectors = details.layout.vectors
+    if bulk_copies(problem, details) and details.centered and not details.wide:
+        # 8192x32768: 440 us; 4096x65536: 537; 4096x131072: 1059; 2048x262144: 1182.
+        return cluster_config(vectors, cluster_size(problem, vectors, 2048), 4, feed=3, hold=False)
     if bulk_copies(problem, details):
         # 4096x131072: 792 us, 2048x262144: 957 us.
         cluster = cluster_size(problem, vectors, 512 if details.wide else 1024)
