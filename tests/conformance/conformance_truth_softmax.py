@@ -1,0 +1,101 @@
+"""What the softmax ops must answer, in fp64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from conformance_truth_core import Truth, accumulator_of
+
+Tensor = torch.Tensor
+NONE = float("-inf")
+
+# What a power is off by, in half units of the last place, before anything else happens: the
+# hardware's own is good to two units (`exp2_fast` in machine.cuh).
+POWER = 4.0
+
+
+@dataclass(frozen=True)
+class LogTruth(Truth):
+    """As Truth, where -inf may be the right answer: then nothing else is."""
+
+    def roundings(self, actual: Tensor, *, composed: bool | torch.dtype = False) -> float:
+        none = self.low == NONE
+        if not torch.equal(actual == NONE, none):
+            return float("inf")
+        finite = [part.masked_fill(none, 0.0) for part in (self.low, self.high, self.terms)]
+        truth = Truth(*finite, self.accumulator)
+        return truth.roundings(actual.masked_fill(none, 0.0), composed=composed)
+
+
+def softmax(x: Tensor, scale: float, mask: Tensor | None, causal: str | None) -> list[Truth]:
+    values, rounded = _values(x, scale, mask, causal)
+    nobody, distance, total = _row(values)
+    p = (distance.exp() / total).masked_fill(nobody, 0.0)
+    # An exponent that is off by so much makes the power off by that share of it.
+    terms = p * (POWER + _finite(distance).abs() + rounded)
+    accumulator = accumulator_of(x.dtype)
+    # Powers below the smallest normal number may be lost.
+    smallest = torch.finfo(accumulator).tiny
+    return [Truth(torch.where(p < 2 * smallest, 0.0, p), p, terms, accumulator)]
+
+
+def log_softmax(x: Tensor, scale: float, mask: Tensor | None, causal: str | None) -> list[Truth]:
+    values, rounded = _values(x, scale, mask, causal)
+    nobody, distance, total = _row(values)
+    logs = (distance - total.log()).masked_fill(nobody, NONE)
+    terms = POWER + _finite(distance).abs() + rounded + total.log().masked_fill(nobody, 0.0)
+    return [LogTruth(logs, logs, terms, accumulator_of(x.dtype))]
+
+
+def softmax_backward(dy: Tensor, y: Tensor, scale: float, causal: str | None) -> list[Truth]:
+    d, p = dy.double(), y.double()
+    products = d * p
+    dx = scale * p * (d - products.sum(-1, keepdim=True))
+    terms = abs(scale) * p * (d.abs() + products.abs().sum(-1, keepdim=True))
+    return [Truth(dx, dx, terms, accumulator_of(y.dtype))]
+
+
+def log_softmax_backward(dy: Tensor, y: Tensor, scale: float, causal: str | None) -> list[Truth]:
+    none = y == NONE
+    d, logs = dy.double().masked_fill(none, 0.0), y.double()
+    p = logs.exp()
+    dx = scale * (d - p * d.sum(-1, keepdim=True)).masked_fill(none, 0.0)
+    powers = p * (POWER + _finite(logs).abs())
+    terms = abs(scale) * (d.abs() + powers * d.abs().sum(-1, keepdim=True))
+    return [Truth(dx, dx, terms.masked_fill(none, 0.0), accumulator_of(y.dtype))]
+
+
+def _values(
+    x: Tensor, scale: float, mask: Tensor | None, causal: str | None
+) -> tuple[Tensor, Tensor]:
+    """What the softmax is of, and the size of what was rounded when that was put together."""
+    values = x.double() * scale
+    sizes = torch.zeros_like(values) if scale == 1.0 else values.abs()
+    if mask is not None and mask.dtype != torch.bool:
+        sizes = values.abs() + mask.double().abs()
+        values = values + mask.double()
+    elif mask is not None:
+        values = torch.where(mask, values, NONE)
+    if causal is not None:
+        queries, keys = x.shape[-2:]
+        seen = torch.ones(queries, keys, dtype=torch.bool, device=x.device)
+        seen = seen.tril(keys - queries if causal == "bottom_right" else 0)
+        values = torch.where(seen, values, NONE)
+    sizes = sizes.masked_fill(values == NONE, 0.0)
+    if sizes.shape[-1] == 0:
+        return values, sizes
+    return values, sizes + sizes.amax(-1, keepdim=True)
+
+
+def _row(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Which rows have nobody in them; distances from the largest; the sum of their powers."""
+    if values.shape[-1] == 0:
+        return values == NONE, values, values.sum(-1, keepdim=True)
+    nobody = (values == NONE).all(-1, keepdim=True)
+    distance = values - values.amax(-1, keepdim=True).masked_fill(nobody, 0.0)
+    return nobody, distance, distance.exp().sum(-1, keepdim=True)
+
+
+def _finite(values: Tensor) -> Tensor:
+    return values.masked_fill(values == NONE, 0.0)

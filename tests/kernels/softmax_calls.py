@@ -1,0 +1,35 @@
+"""The calls of the softmax ops whose kernels are compiled for every architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+# Where masks, limits and logarithms are tried, too.
+LOG_COLUMNS = (4096, 20480)
+MASK_COLUMNS = (512, 4096, 10001, 262144)
+CAUSAL_COLUMNS = (512, 4096, 10001, 20480)
+
+
+def softmax_calls(
+    x: torch.Tensor, other: torch.Tensor, mask_dtype: torch.dtype | None
+) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """For x, or y and dy, as they lie."""
+    yield "softmax", (x, 1.0, None, None)
+    yield "softmax_backward", (other, x, 1.0, None)
+    columns = x.shape[-1]
+    mask = torch.empty(x.shape[-2:], dtype=torch.bool, device=x.device)
+    if columns in LOG_COLUMNS:
+        yield "log_softmax", (x, 1.0, None, None)
+        yield "log_softmax_backward", (other, x, 1.0, None)
+        yield "log_softmax", (x, 1.0, mask, "top_left")
+        yield "softmax", (x, -1.0, None, None)
+        if mask_dtype is not None:
+            yield "softmax", (x, 1.0, mask.to(mask_dtype), None)
+    if columns in MASK_COLUMNS:
+        yield "softmax", (x, 1.0, mask, None)
+    if columns in CAUSAL_COLUMNS:
+        yield "softmax", (x, 1.0, None, "bottom_right")
+        yield "softmax_backward", (other, x, 1.0, "bottom_right")
