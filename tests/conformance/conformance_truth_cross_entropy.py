@@ -1,0 +1,34 @@
+"""What the cross entropy ops must answer, in fp64: tests/cross_entropy_exact.py as truths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cross_entropy_exact as exact
+import torch
+from conformance_truth_core import Truth, accumulator_of
+
+
+def _truth(pair: exact.Pair, dtype: torch.dtype) -> Truth:
+    value, terms = pair
+    return Truth(value, value, terms, accumulator_of(dtype))
+
+
+def cross_entropy(logits: torch.Tensor, *rest: Any) -> list[Truth]:
+    return [_truth(pair, logits.dtype) for pair in exact.forward(logits, *rest)]
+
+
+def cross_entropy_one_pass(logits: torch.Tensor, *rest: Any) -> list[Truth]:
+    return [_truth(pair, logits.dtype) for pair in exact.one_pass(logits, *rest)]
+
+
+def cross_entropy_backward(dloss: torch.Tensor, dlse: Any, logits: Any, *rest: Any) -> list[Truth]:
+    return [_truth(exact.backward(dloss, dlse, logits, *rest), logits.dtype)]
+
+
+def cross_entropy_shard(logits: torch.Tensor, *rest: Any) -> list[Truth]:
+    return [_truth(exact.shard(logits, *rest), logits.dtype)]
+
+
+def scale_gradient_(gradient: torch.Tensor, factor: torch.Tensor) -> list[Truth]:
+    return [_truth(exact.scale(gradient, factor), gradient.dtype)]

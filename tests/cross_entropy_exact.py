@@ -1,0 +1,204 @@
+"""What the cross entropy ops must answer, in fp64, with the size of what fp32 may lose on the way.
+
+The formulas are written here a second time, from the documentation. Each result comes as a pair:
+its value, and its terms, the size of the numbers it is put together from. A result that is computed
+in fp32 may be off by a few roundings of its terms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Tensor = torch.Tensor
+Pair = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a call, in fp64."""
+
+    v: Tensor  # the logits, capped
+    off: Tensor  # by how much each may be off: a cap is computed
+    lse: Tensor
+    spread: Tensor  # by how much the logarithm of the sum may be off
+    ignored: Tensor
+    weight: Tensor  # of the target
+    hit: Tensor  # where the target is
+
+
+def rows_of(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    softcap: float | None,
+    first: int = 0,
+) -> Rows:
+    v = logits.double()
+    off = torch.zeros_like(v)
+    if softcap is not None:
+        v = softcap * torch.tanh(v / softcap)
+        off = v.abs()
+    lse = torch.logsumexp(v, -1)
+    p = (v - lse.unsqueeze(-1)).exp()
+    far = v - v.amax(-1, keepdim=True) if v.shape[-1] else v
+    spread = 1.0 + (p * (far.abs() + off)).nan_to_num(0.0).sum(-1)
+    ignored = target == ignore_index
+    here = torch.arange(first, first + v.shape[-1], device=v.device)
+    hit = (target.unsqueeze(-1) == here) & ~ignored.unsqueeze(-1)
+    weights = torch.ones(v.shape[-1:], dtype=v.dtype, device=v.device)
+    weights = weights if weight is None else weight.double()
+    own = torch.where(hit, weights, 0.0).sum(-1) if weight is not None else (~ignored).double()
+    return Rows(v, off, lse, spread, ignored, own, hit)
+
+
+def forward(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    reduction: str,
+    return_lse: bool,
+) -> list[Pair]:
+    """Loss, lse and the denominators."""
+    rows = rows_of(logits, target, weight, ignore_index, softcap)
+    distance = rows.lse.unsqueeze(-1) - rows.v
+    size = distance.abs() + rows.off + rows.spread.unsqueeze(-1)
+    loss = (1 - label_smoothing) * rows.weight * torch.where(rows.hit, distance, 0.0).sum(-1)
+    terms = (1 - label_smoothing) * rows.weight * torch.where(rows.hit, size, 0.0).sum(-1)
+    if label_smoothing:
+        each = 1.0 if weight is None else weight.double()
+        loss = loss + label_smoothing * (each * distance).mean(-1)
+        terms = terms + label_smoothing * (each * size).mean(-1)
+    loss, terms = loss.masked_fill(rows.ignored, 0.0), terms.masked_fill(rows.ignored, 0.0)
+    count = (~rows.ignored).sum().double()
+    penalty = z_loss * rows.lse.square().masked_fill(rows.ignored, 0.0)
+    penalty_terms = 2 * z_loss * rows.lse.abs() * (rows.lse.abs() + rows.spread)
+    penalty_terms = penalty_terms.masked_fill(rows.ignored, 0.0)
+    lse, lse_terms = rows.lse, rows.lse.abs() + rows.spread
+    if not return_lse:
+        lse = lse.masked_fill(rows.ignored, 0.0)
+        lse_terms = lse_terms.masked_fill(rows.ignored, 0.0)
+    denominators = loss.new_empty(0)
+    if reduction == "none":
+        loss, terms = loss + penalty, terms + penalty_terms
+    else:
+        shares = loss.new_ones(2)
+        if reduction == "mean":
+            denominators = shares = torch.stack([rows.weight.sum(), count])
+        loss = loss.sum() / shares[0] + penalty.sum() / shares[1]
+        terms = terms.sum() / shares[0] + penalty_terms.sum() / shares[1]
+    return [(loss, terms), (lse, lse_terms), (denominators, denominators)]
+
+
+def backward(
+    dloss: Tensor,
+    dlse: Tensor | None,
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    denominators: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    reduction: str,
+    first_class: int,
+    classes: int,
+    spread: Tensor | None = None,
+) -> Pair:
+    """The gradient of the logits; `spread`: by how much lse is off that was computed on the way."""
+    rows = rows_of(logits, target, weight, ignore_index, softcap, first_class)
+    classes = classes or logits.shape[-1]
+    lse, g = lse.double(), dloss.double()
+    gz = g
+    if reduction == "mean":
+        g, gz = g / denominators[0].double(), g / denominators[1].double()
+    each = torch.ones(logits.shape[-1:], dtype=g.dtype, device=logits.device)
+    each = each if weight is None else weight.double()
+    total = classes if weight is None else each.sum()
+    at_target = g * (1 - label_smoothing) * rows.weight
+    everywhere = (g * label_smoothing / max(1, classes)).expand(target.shape)
+    penalty = gz * 2 * z_loss * lse
+    keep = ~rows.ignored
+    slope = keep * (at_target + everywhere * total + penalty)
+    slope_terms = keep * (at_target.abs() + everywhere.abs() * total + penalty.abs())
+    if dlse is not None:
+        slope, slope_terms = slope + dlse.double(), slope_terms + dlse.double().abs()
+    exponent = rows.v - lse.unsqueeze(-1)
+    p = exponent.exp()
+    size = 1.0 + exponent.abs() + rows.off
+    if spread is not None:
+        size = size + spread.unsqueeze(-1)
+    size = (p * size).nan_to_num(0.0)
+    shared = (keep * everywhere).unsqueeze(-1) * each
+    peak = torch.where(rows.hit, at_target.unsqueeze(-1), 0.0)
+    value = p * slope.unsqueeze(-1) - shared - peak
+    terms = size * slope_terms.unsqueeze(-1) + shared.abs() + peak.abs()
+    if softcap is not None:
+        value, terms = value * (1 - (rows.v / softcap).square()), 2 * terms
+    nothing = rows.ignored if dlse is None else rows.ignored & (dlse == 0)
+    nothing = nothing.unsqueeze(-1)
+    return value.masked_fill(nothing, 0.0), terms.masked_fill(nothing, 0.0)
+
+
+def one_pass(logits: Tensor, target: Tensor, *options: Any) -> list[Pair]:
+    """Loss, lse and the gradient for a unit gradient of the loss."""
+    weight, ignore_index, smoothing, z_loss, softcap, reduction, _ = options
+    loss, lse, denominators = forward(logits, target, *options)
+    rows = rows_of(logits, target, weight, ignore_index, softcap)
+    spread = rows.spread
+    if z_loss:
+        spread = spread + rows.lse.abs()
+    gradient = backward(
+        torch.ones_like(loss[0]),
+        None,
+        logits,
+        target,
+        rows.lse,
+        denominators[0],
+        weight,
+        ignore_index,
+        smoothing,
+        z_loss,
+        softcap,
+        reduction,
+        0,
+        0,
+        spread,
+    )
+    return [loss, lse, gradient]
+
+
+def shard(
+    logits: Tensor,
+    target: Tensor,
+    first_class: int,
+    classes: int,
+    ignore_index: int,
+    softcap: float | None,
+    sums: bool,
+) -> Pair:
+    """The largest v, the sum of exp(v - largest), the target's v, and the sum of v."""
+    rows = rows_of(logits, target, None, ignore_index, softcap, first_class)
+    largest = rows.v.amax(-1)
+    total = (rows.v - largest.unsqueeze(-1)).exp().sum(-1)
+    logit = torch.where(rows.hit, rows.v, 0.0).sum(-1)
+    values = [largest, total, logit]
+    terms = [largest.abs(), total * (rows.spread + largest.abs()), logit.abs()]
+    if sums:
+        values.append(rows.v.sum(-1))
+        terms.append(rows.v.abs().sum(-1))
+    return torch.stack(values, -1), torch.stack(terms, -1)
+
+
+def scale(gradient: Tensor, factor: Tensor) -> Pair:
+    value = gradient.double() * (factor if factor.dim() == 0 else factor.unsqueeze(-1)).double()
+    return value, value.abs()
