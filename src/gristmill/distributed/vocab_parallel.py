@@ -1,0 +1,307 @@
+"""Cross entropy over logits that are sharded on the vocabulary.
+
+Each rank reads its own shard once and sends a few numbers for each row; what comes back is
+combined in the order of the ranks, by the same operations on the same numbers, so that every rank
+has the same bits. The backward pass sends nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, overload
+
+import torch
+import torch.distributed as dist
+
+from gristmill.errors import ArgumentError, DtypeError
+from gristmill.ops import checks
+from gristmill.ops.cross_entropy import (
+    CROSS_ENTROPY_BACKWARD,
+    CROSS_ENTROPY_SHARD,
+    cross_entropy,
+    semantics,
+)
+
+NAME = "vocab_parallel_cross_entropy"
+
+
+class Options(NamedTuple):
+    """Where this rank's classes are among all, and what the loss is."""
+
+    first_class: int
+    classes: int
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    softcap: float | None
+    reduction: str
+    return_lse: bool
+
+
+@overload
+def vocab_parallel_cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    group: dist.ProcessGroup | None = ...,
+    first_class: int | None = ...,
+    classes: int | None = ...,
+    ignore_index: int = ...,
+    label_smoothing: float = ...,
+    z_loss: float = ...,
+    softcap: float | None = ...,
+    reduction: str = ...,
+    return_lse: Literal[False] = ...,
+) -> torch.Tensor: ...
+
+
+@overload
+def vocab_parallel_cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    group: dist.ProcessGroup | None = ...,
+    first_class: int | None = ...,
+    classes: int | None = ...,
+    ignore_index: int = ...,
+    label_smoothing: float = ...,
+    z_loss: float = ...,
+    softcap: float | None = ...,
+    reduction: str = ...,
+    return_lse: bool,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def vocab_parallel_cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    first_class: int | None = None,
+    classes: int | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    r"""Cross entropy of logits whose classes are spread over the ranks of a process group.
+
+    With m the largest logit of a row on rank r, s its sum of exp(v - m), and v_t the logit of the
+    target, which one rank has:
+
+    .. math:: M = \max_r m_r, \quad \mathrm{lse} = M + \log \sum_r s_r e^{m_r - M}, \quad
+              \mathrm{loss} = \mathrm{lse} - v_t
+
+    One all-gather of three numbers a row (four with label smoothing); none in the backward pass.
+
+    Args:
+        logits: ``(..., V_local)``: this rank's classes, which follow those of the rank before it.
+        target: class numbers among all classes, of shape ``logits.shape[:-1]``, int64 or int32;
+            the same on every rank.
+        group: the process group; None is the default one.
+        first_class, classes: the number of the first class of this shard, and of classes in all.
+            By default every rank has as many as this one. Shards of different sizes need both, on
+            every rank. Shards that overlap or leave a gap give NaN on every rank.
+        ignore_index, label_smoothing, z_loss, softcap, reduction, return_lse: as in
+            :func:`gristmill.cross_entropy`.
+
+    Returns:
+        The loss, or ``(loss, lse)``, as :func:`gristmill.cross_entropy` of all the logits gives
+        them, to about two units in the last place; the same bits on every rank. Every rank's
+        logits get their own gradient. Differentiable once.
+    """
+    ranks, rank = _place(group)
+    _check(logits, target)
+    local = logits.shape[-1]
+    first, total = _shard(ranks, rank, local, first_class, classes)
+    options = Options(
+        first, total, ignore_index, label_smoothing, z_loss, softcap, reduction, return_lse
+    )
+    semantics.check_options(NAME, logits, None, *options[2:7])
+    checks.boolean(NAME, "return_lse", return_lse)
+    if ranks == 1:
+        return cross_entropy(
+            logits,
+            target,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            softcap=softcap,
+            reduction=reduction,
+            return_lse=return_lse,
+        )
+    loss, lse = _Function.apply(logits, target, group, ranks, options)  # type: ignore[no-untyped-call]
+    return (loss, lse) if return_lse else loss
+
+
+def _place(group: Any) -> tuple[int, int]:
+    """How many ranks the group has, and which this one is."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise ArgumentError(
+            f"{NAME}: there is no process group; call torch.distributed.init_process_group first, "
+            f"or use cross_entropy where one process has all classes"
+        )
+    # What new_group gives to those it leaves out is a number.
+    outside = group == dist.GroupMember.NON_GROUP_MEMBER
+    if group is not None and not outside and not isinstance(group, dist.ProcessGroup):
+        hint = "; of a DeviceMesh, take mesh.get_group()" if hasattr(group, "get_group") else ""
+        raise DtypeError(
+            f"{NAME}: group must be None or a torch.distributed.ProcessGroup, got "
+            f"{type(group).__name__}{hint}"
+        )
+    rank = -1 if outside else dist.get_rank(group)
+    if rank < 0:
+        raise ArgumentError(f"{NAME}: this process is not in group; only its ranks may call this")
+    return dist.get_world_size(group), rank
+
+
+def _check(logits: Any, target: Any) -> None:
+    for name, value in (("logits", logits), ("target", target)):
+        if type(value).__module__.startswith("torch.distributed.tensor"):
+            raise DtypeError(
+                f"{NAME}: {name} must be this rank's shard as a plain tensor, got a "
+                f"{type(value).__name__}; pass {name}.to_local()"
+            )
+    semantics.check_rows(NAME, logits, target)
+
+
+def _shard(ranks: int, rank: int, local: int, first_class: Any, classes: Any) -> tuple[int, int]:
+    """Where this rank's classes begin, and how many there are on all ranks."""
+    if first_class is None and classes is None:
+        return rank * local, ranks * local
+    for name, value in (("first_class", first_class), ("classes", classes)):
+        if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+            raise DtypeError(
+                f"{NAME}: {name} must be an integer, and first_class and classes be given "
+                f"together, got {type(value).__name__}"
+            )
+    if first_class < 0 or first_class + local > classes:
+        raise ArgumentError(
+            f"{NAME}: a shard of {local} classes from first_class on must lie within 0 to classes, "
+            f"got first_class {first_class} of classes {classes}"
+        )
+    if ranks == 1 and local != classes:
+        raise ArgumentError(
+            f"{NAME}: the group has one rank, so its {local} classes must be all, got classes "
+            f"{classes}"
+        )
+    return first_class, classes
+
+
+class _Function(torch.autograd.Function):
+    """The forward with its all-gather, and the backward without any."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        group: dist.ProcessGroup | None,
+        ranks: int,
+        options: Options,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        sums = options.label_smoothing > 0
+        args = (logits, target, *options[:3], options.softcap, sums)
+        if torch.compiler.is_compiling():
+            own = CROSS_ENTROPY_SHARD.overload(*args)
+        else:
+            own = CROSS_ENTROPY_SHARD.call((logits, target), args)
+        gathered = _gathered(own, logits.shape[-1], group, ranks, options)
+        loss, lse, denominators = combined(gathered, target, options)
+        ctx.save_for_backward(logits, target, lse, denominators)
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+        return loss, lse
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        logits, target, lse, denominators = ctx.saved_tensors
+        options: Options = ctx.options
+        dloss, dlse = gradients
+        if dloss is None:
+            dloss = lse.new_zeros(target.shape if options.reduction == "none" else ())
+        tensors = (dloss, dlse, logits, target, lse, denominators, None)
+        more = (*options[2:7], options.first_class, options.classes)
+        dlogits = CROSS_ENTROPY_BACKWARD.call_in_backward(tensors, (*tensors, *more))
+        return dlogits, None, None, None, None
+
+
+def _gathered(
+    own: torch.Tensor,
+    local: int,
+    group: dist.ProcessGroup | None,
+    ranks: int,
+    options: Options,
+) -> torch.Tensor:
+    """The numbers of all ranks, ``(ranks, rows + 1, numbers)``.
+
+    In the last row each rank says where its shard is: shards that do not fit together could
+    otherwise not be told from right ones, but for a wait for the device.
+    """
+    numbers = own.shape[-1]
+    rows = own.numel() // numbers
+    sent = own.new_empty((rows + 1, numbers))
+    sent[:rows] = own.view(rows, numbers)
+    # Exact in fp32 up to 16 million classes.
+    for place, value in enumerate((options.first_class, local, options.classes)):
+        sent[rows, place] = value
+    sent[rows, 3:] = 0.0
+    got = own.new_empty((ranks * (rows + 1), numbers))
+    dist.all_gather_into_tensor(got, sent, group=group)
+    return got.view(ranks, rows + 1, numbers)
+
+
+def combined(
+    gathered: torch.Tensor, target: torch.Tensor, options: Options
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Loss, lse and denominators from the numbers of all ranks, added up in their order.
+
+    In fp64, and rounded once: these are few numbers, and what is left of a difference to the
+    unsharded op is that op's own rounding.
+    """
+    dtype = gathered.dtype
+    numbers = gathered.double()
+    fits = _fit(numbers[:, -1, :3], options.classes)
+    largest, sums, logits, *totals = numbers[:, :-1].unbind(-1)
+    largest_of_all = largest.amax(0)
+    # Never -infinity: of a row of nothing else that would leave NaN where torch has -infinity.
+    base = largest_of_all.masked_fill(largest_of_all == -torch.inf, 0.0)
+    log_sum = _added(sums * torch.exp(largest - base)).log()
+    lse = torch.where(fits, base + log_sum, torch.nan).view(target.shape)
+    # One rank has the target, the others have 0. What logits have in common goes first.
+    loss = (base - _added(logits)) + log_sum
+    smoothing = options.label_smoothing
+    if totals:
+        mean = _added(totals[0]) / options.classes
+        loss = (1.0 - smoothing) * loss + smoothing * ((base - mean) + log_sum)
+    ignored = target == options.ignore_index
+    loss = torch.where(fits, loss, torch.nan).view(target.shape).masked_fill(ignored, 0.0)
+    counted = lse.masked_fill(ignored, 0.0)
+    if options.z_loss:
+        loss = loss + options.z_loss * counted.square()
+    lse = (lse if options.return_lse else counted).to(dtype)
+    denominators = gathered.new_empty(0)
+    if options.reduction != "none":
+        loss = loss.sum()
+    if options.reduction == "mean":
+        count = (~ignored).sum()
+        loss = loss / count
+        denominators = count.to(dtype).expand(2).contiguous()
+    return loss.to(dtype), lse, denominators
+
+
+def _fit(places: torch.Tensor, classes: int) -> torch.Tensor:
+    """Whether the shards follow each other from the first class to the last: a bool tensor."""
+    first, local, counted = places.unbind(-1)
+    ends = first + local
+    follows = (first[1:] == ends[:-1]).all() & (first[0] == 0)
+    return follows & (ends[-1] == classes) & (counted == classes).all()
+
+
+def _added(numbers: torch.Tensor) -> torch.Tensor:
+    """The sum over ranks, one after the other: the same bits wherever it is taken."""
+    total = numbers[0]
+    for one in numbers[1:]:
+        total = total + one
+    return total

@@ -1,0 +1,208 @@
+"""What the linear cross entropy ops must answer, in fp64.
+
+Logits are rounded to x's dtype on the way, and so is their gradient: where a sum in fp32 may fall
+on either side of a tie the truth is a range.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from conformance_truth_core import BEFORE_ROUNDING, Truth, accumulator_of, unit
+
+Tensor = torch.Tensor
+
+# As for every matmul: its chain of additions rounds every partial sum.
+CHAIN = 4
+
+
+class Logits(NamedTuple):
+    """Capped logits: their values, by how much rounding may shift them, and the size of their
+    error in the accumulator; and the cap's slope."""
+
+    values: Tensor
+    half: Tensor
+    terms: Tensor
+    slope: Tensor
+    slope_half: Tensor
+    slope_terms: Tensor
+
+
+def _rounded_range(value: Tensor, terms: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The middle and half of the width of what `value` may be rounded to; `terms` as in Truth."""
+    precise = accumulator_of(dtype)
+    if dtype == precise:
+        return value, torch.zeros_like(value)
+    off = BEFORE_ROUNDING * unit(precise) * terms
+    low, high = (value - off).to(dtype).double(), (value + off).to(dtype).double()
+    return (low + high) / 2, (high - low) / 2
+
+
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Logits:
+    h, w = x.double(), weight.double()
+    value, terms = h @ w.t(), CHAIN * (h.abs() @ w.abs().t())
+    if bias is not None:
+        value, terms = value + bias.double(), terms + bias.double().abs()
+    value, half = _rounded_range(value, terms, x.dtype)
+    if x.dtype != accumulator_of(x.dtype):
+        terms = torch.zeros_like(terms)  # what was rounded is exact from here on
+    if softcap is None:
+        one, none = torch.ones_like(value), torch.zeros_like(value)
+        return Logits(value, half, terms, one, none, none)
+    capped = softcap * torch.tanh(value / softcap)
+    slope = 1 - (capped / softcap).square()
+    steep = 2 * capped.abs() / softcap**2 * slope
+    return Logits(
+        capped,
+        half * slope,
+        terms * slope + 4 * capped.abs(),
+        slope,
+        half * steep,
+        terms * steep + 8 * (capped / softcap).square(),
+    )
+
+
+class Rows(NamedTuple):
+    """What every row has, beside its logits: with class weights and without."""
+
+    counted: Tensor
+    hit: Tensor
+    weights: Tensor
+    own: Tensor
+
+
+def _rows(target: Tensor, class_weight: Tensor | None, classes: int, ignore_index: int) -> Rows:
+    counted = target != ignore_index
+    hit = torch.arange(classes, device=target.device) == target.unsqueeze(-1)
+    hit = hit & counted.unsqueeze(-1)
+    weights = torch.ones(classes, dtype=torch.float64, device=target.device)
+    if class_weight is not None:
+        weights = class_weight.double()
+    return Rows(counted, hit, weights, (hit * weights).sum(-1))
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    reduction: str,
+    chunk_rows: int | None,
+) -> list[Truth]:
+    v = _logits(x, weight, bias, softcap)
+    classes, precise = weight.shape[0], accumulator_of(x.dtype)
+    rows = _rows(target, class_weight, classes, ignore_index)
+    lse = torch.logsumexp(v.values, -1)
+    p = torch.exp(v.values - lse.unsqueeze(-1))
+    lse_half = (p * v.half).sum(-1)
+    lse_terms = 1 + lse.abs() + (p * (v.terms + v.values.abs())).sum(-1)
+    # The loss is a sum over classes of share * (lse - v), with shares that smoothing gives.
+    shares = (1 - label_smoothing) * rows.own.unsqueeze(-1) * rows.hit
+    shares = shares + label_smoothing / classes * rows.weights * rows.counted.unsqueeze(-1)
+    whole = shares.sum(-1)
+    loss = (shares * (lse.unsqueeze(-1) - v.values)).sum(-1)
+    slopes = whole.unsqueeze(-1) * p - shares
+    terms = whole * lse_terms + (shares * (v.values.abs() + v.terms)).sum(-1)
+    half = (slopes.abs() * v.half).sum(-1)
+    square = z_loss * lse.square() * rows.counted
+    square_half = 2 * z_loss * lse.abs() * lse_half * rows.counted
+    square_terms = 2 * z_loss * lse.abs() * lse_terms * rows.counted
+    lse, lse_half, lse_terms = (one * rows.counted for one in (lse, lse_half, lse_terms))
+    denominators = torch.stack((rows.own.sum(), rows.counted.sum().double()))
+    if reduction == "none":
+        parts = [(loss, half, terms), (square, square_half, square_terms)]
+    else:
+        divisors = denominators if reduction == "mean" else torch.ones_like(denominators)
+        groups = ((loss, half, terms), (square, square_half, square_terms))
+        parts = [
+            tuple(one.sum() / divisor for one in group)
+            for group, divisor in zip(groups, divisors, strict=True)
+        ]
+    loss, half, terms = (sum(pair) for pair in zip(*parts, strict=True))
+    if reduction != "mean":
+        denominators = denominators[:0]
+    return [
+        Truth(loss - half, loss + half, terms, precise),
+        Truth(lse - lse_half, lse + lse_half, lse_terms, precise),
+        Truth(denominators, denominators, denominators, precise),
+    ]
+
+
+def backward(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    dloss: Tensor,
+    dlse: Tensor | None,
+    lse: Tensor,
+    denominators: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    reduction: str,
+    chunk_rows: int | None,
+    x_grad: bool,
+    weight_grad: bool,
+    bias_grad: bool,
+) -> list[Truth]:
+    v = _logits(x, weight, bias, softcap)
+    classes = weight.shape[0]
+    rows = _rows(target, class_weight, classes, ignore_index)
+    d, sums = dloss.double(), lse.double()
+    g = gz = d.expand(target.shape) * rows.counted
+    if reduction == "mean":
+        g, gz = g / denominators[0].double(), gz / denominators[1].double()
+    shares = (1 - label_smoothing) * rows.own.unsqueeze(-1) * rows.hit
+    shares = shares + label_smoothing / classes * rows.weights * rows.counted.unsqueeze(-1)
+    parts = [g * shares.sum(-1), gz * 2 * z_loss * sums]
+    if dlse is not None:
+        parts.append(dlse.double() * rows.counted)
+    factor = torch.stack(parts).sum(0).unsqueeze(-1)
+    size = torch.stack(parts).abs().sum(0).unsqueeze(-1)
+    p = torch.exp(v.values - sums.unsqueeze(-1))
+    own = g.unsqueeze(-1) * shares
+    dv = p * factor - own
+    exponent = 2 + v.terms + v.values.abs() + sums.abs().unsqueeze(-1)
+    dv_terms = p * size * exponent + own.abs()
+    value = dv * v.slope
+    terms = dv_terms * v.slope + dv.abs() * v.slope_terms
+    shift = (p * factor).abs() * v.half * v.slope + dv.abs() * v.slope_half
+    return _products(x, weight, value, terms, shift, (x_grad, weight_grad, bias_grad))
+
+
+def _products(
+    x: Tensor, weight: Tensor, value: Tensor, terms: Tensor, shift: Tensor, wanted: Any
+) -> list[Truth]:
+    """dx, dweight and dbias of a gradient of logits that is rounded to x's dtype first."""
+    precise = accumulator_of(x.dtype)
+    narrow = x.dtype != precise
+    if narrow:
+        # Second order and the other end of the range: a tenth more.
+        off = BEFORE_ROUNDING * unit(precise) * terms + 1.1 * shift
+        low, high = (value - off).to(x.dtype).double(), (value + off).to(x.dtype).double()
+        value, half = (low + high) / 2, (high - low) / 2
+        terms = torch.zeros_like(terms)
+    else:
+        half = torch.zeros_like(value)
+    terms = terms + value.abs()
+    classes, columns = weight.shape
+    w, h = weight.double(), x.double().reshape(-1, columns) if columns else x.double()
+    flat = [one.reshape(-1, classes) for one in (value, half, terms)]
+    empty = [x.new_empty(0, dtype=torch.float64)] * 3
+    dx, dweight, dbias = empty, empty, empty
+    if wanted[0]:
+        dx = [value @ w, half @ w.abs(), CHAIN * (terms @ w.abs())]
+    if wanted[1]:
+        dweight = [flat[0].t() @ h, flat[1].t() @ h.abs(), CHAIN * (flat[2].t() @ h.abs())]
+    if wanted[2]:
+        dbias = [one.sum(0) for one in flat]
+    return [Truth(a - b, a + b, c, precise) for a, b, c in (dx, dweight, dbias)]
