@@ -1,12 +1,15 @@
-"""Every op, variant and way of feeding rows once, on small problems, for compute-sanitizer.
+"""Every op over rows, variant and way of feeding rows, on small problems, for compute-sanitizer.
 
     PYTHONPATH=src compute-sanitizer --tool memcheck --report-api-errors no python tools/sanitize.py
-    PYTHONPATH=src compute-sanitizer --tool racecheck python tools/sanitize.py rms_norm cuda_block
+    PYTHONPATH=src compute-sanitizer --tool racecheck python tools/sanitize.py softmax cuda_block
 
-Words on the command line narrow it down to ops and variants of these names. Exits with 1 where a
-result is wrong; what the sanitizer finds it reports itself (give it --error-exitcode). API errors
-are not ours: the driver's bindings look for functions that a driver may not have. racecheck also
-reports the reductions of torch that the results are compared with.
+Three kinds of problems: examples of many lengths; the op's own test cases, with their masks, causal
+limits, odd rows, targets out of range and FP8 scales, by the variant that would be chosen, or with
+--all by every variant that can; and each way that rows can come. Words on the command line narrow
+it down to ops and variants of these names. Exits with 1 where a result is wrong; what the sanitizer
+finds it reports itself (give it --error-exitcode). API errors are not ours: the driver's bindings
+look for functions that a driver may not have. racecheck also reports the reductions of torch that
+the results are compared with.
 """
 
 from __future__ import annotations
@@ -19,12 +22,14 @@ from typing import Any
 
 import torch
 
+from gristmill.bench.check import WrongResultError, check
 from gristmill.ops.op import Op
 from gristmill.ops.registry import OPS
 from gristmill.ops.rows.config import AHEAD, ASYNC, STRAIGHT, TWICE, RowConfig
 from gristmill.ops.rows.variant import RowVariant
-from gristmill.select.device import device_of
+from gristmill.select.device import Device, device_of
 from gristmill.select.problem import Problem
+from gristmill.select.variant import Variant
 
 # Rows and columns: short and odd rows, then the lengths at which the preferences change.
 SHAPES = (
@@ -43,6 +48,17 @@ SHAPES = (
 )
 # So few that a handful of rows counts as many: rings and loops over rows are used, and short.
 MULTIPROCESSORS = (3, 24)
+# Elements of the largest tensor: test cases beyond that are slow here, and show nothing new.
+CASE_LIMIT = 100_000
+# The feeds that the kernels of a source know; others only let rows pass by.
+ALL_FEEDS = (STRAIGHT, AHEAD, ASYNC, TWICE, 2, 3)
+FEEDS = {
+    "norm.cu": ALL_FEEDS,
+    "norm_backward.cu": (STRAIGHT, AHEAD, 2, 3),
+    "softmax.cu": ALL_FEEDS,
+    "softmax_backward.cu": (STRAIGHT, AHEAD, ASYNC, 2, 3),
+    "cross_entropy_one_pass.cu": ALL_FEEDS,
+}
 
 
 def main(words: list[str]) -> int:
@@ -52,8 +68,9 @@ def main(words: list[str]) -> int:
         return 2
     torch.manual_seed(0)
     count = wrong = 0
-    for op, variant in kernels(words):
-        for args, problem, config in runs(op, variant):
+    everyone = "--all" in words
+    for op, variant in kernels([word for word in words if word != "--all"]):
+        for args, problem, config in runs(op, variant, device_of("cuda"), everyone=everyone):
             good = run(op, variant, problem, config, args)
             count, wrong = count + 1, wrong + (not good)
             mark = "" if good else "  WRONG"
@@ -73,24 +90,36 @@ def kernels(words: list[str]) -> Iterator[tuple[Op, RowVariant]]:
                 yield op, variant
 
 
-def runs(op: Op, variant: RowVariant) -> Iterator[tuple[tuple[Any, ...], Problem, RowConfig]]:
+def runs(
+    op: Op, variant: RowVariant, device: Device, *, place: str = "cuda", everyone: bool = False
+) -> Iterator[tuple[tuple[Any, ...], Problem, RowConfig]]:
     """Arguments, problem and config of every launch of one variant of an op."""
-    device = device_of("cuda")
     for shape, few, unaligned in itertools.product(SHAPES, MULTIPROCESSORS, (False, True)):
         if unaligned and shape[-1] > 8192:
             continue
-        args = arguments(op, shape, unaligned)
+        args = arguments(op, shape, unaligned, place)
         problem = op.problem(*args, device=replace(device, multiprocessors=few))
         if variant.supports(problem) is None:
             yield args, problem, variant.config(problem)
-    args = arguments(op, (13, 1536), False)
+    for case in op.cases():
+        args = case.make(place, 1)
+        problem = op.problem(*args, device=replace(device, multiprocessors=3))
+        if largest(args) <= CASE_LIMIT and variant in by(op, problem, everyone):
+            yield args, problem, variant.config(problem)
+    args = arguments(op, (13, 1536), False, place)
     problem = op.problem(*args, device=replace(device, multiprocessors=3))
     if variant.supports(problem) is None:
-        for config in feeds(op, variant, problem):
+        for config in feeds(variant, problem):
             yield args, problem, config
 
 
-def feeds(op: Op, variant: RowVariant, problem: Problem) -> Iterator[RowConfig]:
+def by(op: Op, problem: Problem, everyone: bool) -> list[Variant]:
+    """Who runs a test case: the variant that would be chosen, or all that can."""
+    able = [one for one in op.variants if one.supports(problem) is None]
+    return able if everyone else [one for one in able if one.declines(problem) is None][:1]
+
+
+def feeds(variant: RowVariant, problem: Problem) -> Iterator[RowConfig]:
     """Each way that rows of 1536 columns can come, whatever the preference is."""
     bases = {
         "BLOCK": RowConfig(threads=64, items=3),
@@ -99,20 +128,20 @@ def feeds(op: Op, variant: RowVariant, problem: Problem) -> Iterator[RowConfig]:
     base = bases.get(variant.scope)
     if base is None:
         return
-    for feed, hold in itertools.product((STRAIGHT, AHEAD, 2, 3), (True, False)):
+    source = variant.program(problem, variant.config(problem)).source
+    for feed, hold in itertools.product(FEEDS.get(source, ()), (True, False)):
+        if feed == TWICE and (hold or not getattr(problem.layout, "rereadable", True)):
+            continue  # what is read twice does not wait, and must not be written over meanwhile
         yield replace(base, feed=feed, hold=hold)
-    if op.name == "rms_norm_backward":
-        return
-    if problem.layout.rereadable:
-        yield replace(base, feed=TWICE, hold=False)
-    if variant.scope == "BLOCK":
-        for hold in (True, False):
-            yield replace(base, feed=ASYNC, hold=hold)
 
 
-def arguments(op: Op, shape: tuple[int, ...], unaligned: bool) -> tuple[Any, ...]:
+def largest(args: tuple[Any, ...]) -> int:
+    return max(arg.numel() for arg in args if isinstance(arg, torch.Tensor))
+
+
+def arguments(op: Op, shape: tuple[int, ...], unaligned: bool, place: str) -> tuple[Any, ...]:
     """The op's example; `unaligned`: its rows begin between the boundaries of wide accesses."""
-    args = op.example(shape, torch.bfloat16, "cuda")
+    args = op.example(shape, torch.bfloat16, place)
     if not unaligned:
         return args
     return tuple(shifted(arg) if isinstance(arg, torch.Tensor) else arg for arg in args)
@@ -126,19 +155,22 @@ def shifted(tensor: torch.Tensor) -> torch.Tensor:
 def run(
     op: Op, variant: RowVariant, problem: Problem, config: RowConfig, args: tuple[Any, ...]
 ) -> bool:
-    """One launch; whether its results are those of the reference, give or take a rounding."""
+    """One launch; whether it gave and wrote what the reference does, give or take a rounding."""
     own, other = ([*map(copy, args)] for _ in range(2))
-    returned = variant.bind(problem, config)(*own)
-    expected = op.reference(*other)
-    if returned is None:
-        returned, expected = own[:2], other[:2]
-    if isinstance(returned, torch.Tensor):
-        returned, expected = (returned,), (expected,)
-    torch.cuda.synchronize()
-    return all(
-        torch.allclose(one.double(), two.double(), rtol=2e-2, atol=2e-2)
-        for one, two in zip(returned, expected, strict=True)
-    )
+    returned = tensors(variant.bind(problem, config)(*own))
+    expected = tensors(op.reference(*other))
+    try:
+        # Coarse: inputs of the test cases are such that a rounding more can show.
+        check(returned + tensors(own), expected + tensors(other), coarse=True)
+    except WrongResultError as error:
+        sys.stdout.write(f"    {error}\n")
+        return False
+    return True
+
+
+def tensors(values: Any) -> list[torch.Tensor]:
+    values = [values] if isinstance(values, torch.Tensor) else values or ()
+    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def copy(value: Any) -> Any:

@@ -7,36 +7,56 @@ import torch
 
 from gristmill.bench import host
 from gristmill.bench.results import Results
-from gristmill.bench.suites import OPS
 from gristmill.errors import GristmillError
 
 CPU = torch.device("cpu")
 
 
-def test_host_measures_three_ways_to_call(monkeypatch: pytest.MonkeyPatch) -> None:
+OPS = ("rms_norm", "layer_norm", "softmax", "cross_entropy")
+
+
+def test_host_measures_three_ways_to_call_each_op(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "SHAPES", ((1, 64),))
     results, steps = Results({}), []
     host.run_host(CPU, results, steps.append, rounds=1)
-    assert [(row["mode"], row["impl"]) for row in results.rows] == [
-        (mode, impl)
+    assert [(row["op"], row["mode"], row["impl"]) for row in results.rows] == [
+        (op, mode, impl)
+        for op in OPS
         for mode in ("forward", "forward with grad", "backward")
         for impl in ("gristmill", "eager")
     ]
     assert all(0.1 < row["host_us"] < 1e5 for row in results.rows)
     assert not results.timed()  # host time is no kernel time
-    assert len(steps) == 3
+    assert len(steps) == host.host_steps() == 12
 
 
-def test_host_backward_computes_both_gradients() -> None:
-    calls = host._host_calls("backward", 4, 32, torch.float32, CPU)
+@pytest.mark.parametrize("op", OPS)
+def test_both_sides_of_a_host_call_compute_the_same(op: str) -> None:
+    calls = host.host_calls(op, "forward", (4, 32), torch.float32, CPU)
+    (ours, args), (eager, eager_args) = calls["gristmill"], calls["eager"]
+    assert args == eager_args
+    torch.testing.assert_close(ours(*args), eager(*args))
+    assert not any(arg.requires_grad for arg in args)
+    graded = host.host_calls(op, "forward with grad", (4, 32), torch.float32, CPU)
+    for function, arguments in graded.values():
+        assert function(*arguments).requires_grad
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_host_backward_computes_every_gradient(op: str, dtype: torch.dtype) -> None:
+    calls = host.host_calls(op, "backward", (4, 32), dtype, CPU)
     (ours, our_args), (eager, eager_args) = calls["gristmill"], calls["eager"]
-    for left, right in zip(ours(*our_args), eager(*eager_args), strict=True):
-        torch.testing.assert_close(left, right)
-        assert left.abs().max() > 0
+    tolerance = {"rtol": 0.05, "atol": 0.02} if dtype == torch.bfloat16 else {}
+    for _ in range(2):  # as a loop calls it
+        gradients = zip(ours(*our_args), eager(*eager_args), strict=True)
+        for left, right in gradients:
+            torch.testing.assert_close(left, right, **tolerance)
+            assert left.abs().max() > 0
 
 
 def test_start_measures_a_fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "OPS", {"rms_norm": OPS["rms_norm"]})
+    monkeypatch.setattr(host, "START_TASKS", ("rms_norm",))
     results = Results({})
     host.run_start(CPU, results, lambda text: None, repeats=1)
     assert [row["cache"] for row in results.rows] == ["empty", "warm"]

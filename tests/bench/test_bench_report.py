@@ -131,7 +131,7 @@ def test_notes_tell_who_is_missing_and_who_was_wrong(results: Results) -> None:
 
 def test_host_and_start_have_tables(results: Results) -> None:
     text = printed(results)
-    host = next(line for line in text.splitlines() if line.startswith("│ forward"))
+    host = next(line for line in text.splitlines() if line.startswith("│ rms_norm forward"))
     assert "12.0" in host
     assert "1.20x" in host
     start = next(line for line in text.splitlines() if "warm" in line)
@@ -172,6 +172,49 @@ def test_plots_draw_every_implementation(results: Results, tmp_path: Path) -> No
         assert colour in text
     (again,) = write_plots(results, tmp_path / "again")
     assert again.read_text() == text  # nothing in it changes from run to run
+
+
+def test_shapes_of_more_than_two_numbers(tmp_path: Path) -> None:
+    """Two problems of as many rows and columns, each under its own name."""
+    rows = [
+        row("softmax_causal", 8192, 4096, impl, us, shape=shape)
+        for shape, scale in (("2x4096x4096", 1.0), ("4x2048x4096", 2.0))
+        for impl, us in (("gristmill", 100.0 * scale), ("eager", 150.0 * scale))
+    ]
+    results = Results({"device": "cuda"}, rows)
+    lines = printed(results).splitlines()
+    for shape, ours in (("2x4096x4096", "100"), ("4x2048x4096", "200")):
+        (line,) = [line for line in lines if line.startswith(f"│ {shape}")]
+        assert line.split("│")[2].strip() == ours
+    (path,) = write_plots(results, tmp_path)
+    assert path.name == "softmax_causal.svg"
+
+
+def test_the_summary_tells_what_a_causal_limit_saves() -> None:
+    rows = [
+        row(op, 8192, 4096, "gristmill", us, shape="2x4096x4096")
+        for op, us in (("softmax", 100.0), ("softmax_causal", 80.0), ("softmax_bwd", 90.0))
+    ]
+    rows.append(row("softmax_causal_bwd", 8192, 4096, "gristmill", 60.0, shape="4x2048x4096"))
+    lines = summary(rows)
+    assert lines == ["softmax_causal 2x4096x4096: 1.25x as fast as without the mask"]
+    assert markdown(Results({}, rows)).count(lines[0]) == 1
+
+
+def test_host_times_of_several_ops_are_kept_apart() -> None:
+    base = {"dtype": "bfloat16", "M": 1, "N": 64, "mode": "forward"}
+    rows = [
+        {**base, "op": op, "impl": impl, "host_us": us}
+        for op, times in (("rms_norm", (12.0, 10.0)), ("softmax", (8.0, 10.0)))
+        for impl, us in zip(("gristmill", "eager"), times, strict=True)
+    ]
+    text = printed(Results({"device": "cuda"}, rows))
+    ratios = {
+        line.split("│")[1].strip(): line.split("│")[5].strip()
+        for line in text.splitlines()
+        if line.startswith(("│ rms_norm", "│ softmax"))
+    }
+    assert ratios == {"rms_norm forward": "1.20x", "softmax forward": "0.80x"}
 
 
 def test_without_matplotlib_the_error_says_what_to_install(

@@ -1,59 +1,136 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from gristmill.bench.suites import OPS, QUICK_SHAPES, SHAPES, Task, tasks
+from gristmill.bench.suites import (
+    CPU_LIMIT,
+    KERNEL_SUITES,
+    KINDS,
+    LOGITS,
+    SCORES,
+    SHAPES,
+    SUITES,
+    Task,
+    tasks,
+    written,
+)
 from gristmill.errors import ArgumentError
 from gristmill.ops.registry import OPS as REGISTRY
 
+FAMILIES = {
+    "rms_norm": ["rms_norm", "add_rms_norm", "rms_norm_bwd"],
+    "layer_norm": ["layer_norm", "add_layer_norm", "layer_norm_bwd"],
+    "softmax": ["softmax", "softmax_bwd", "softmax_causal", "softmax_causal_bwd"],
+    "cross_entropy": [
+        "cross_entropy",
+        "cross_entropy_bwd",
+        "cross_entropy_fwd_bwd",
+        "cross_entropy_train",
+    ],
+}
 
-def test_a_gpu_runs_every_shape_of_every_op() -> None:
+
+def test_a_gpu_runs_every_shape_of_every_task() -> None:
     found, notes = tasks("cuda")
-    assert len(found) == len(set(found)) == len(OPS) * len(SHAPES) == 42
+    assert len(found) == len(set(found))
+    assert len(found) == 6 * 14 + 2 * (14 + 2) + 2 * 2 + 4 * 8
     assert {task.dtype for task in found} == {"bfloat16"}
     assert notes == []
 
 
+def test_the_shapes_of_each_family() -> None:
+    shapes: dict[str, list[object]] = {}
+    for task in tasks("cuda")[0]:
+        shapes.setdefault(task.name, []).append(task.shape)
+    for name in (*FAMILIES["rms_norm"], *FAMILIES["layer_norm"]):
+        assert shapes[name] == list(SHAPES)
+    for name in ("softmax", "softmax_bwd"):  # the causal ones are judged by the plain ones' time
+        assert shapes[name] == [*SHAPES, *SCORES]
+    for name in ("softmax_causal", "softmax_causal_bwd"):
+        assert shapes[name] == list(SCORES)
+    for name in FAMILIES["cross_entropy"]:
+        assert shapes[name] == list(LOGITS)
+
+
+@pytest.mark.parametrize("suite", FAMILIES)
+def test_a_suite_is_a_family(suite: str) -> None:
+    found, _ = tasks("cuda", suites=[suite])
+    assert list(dict.fromkeys(task.name for task in found)) == FAMILIES[suite]
+    assert suite in SUITES
+
+
+def test_every_suite_has_a_summary_and_every_task_a_suite() -> None:
+    assert tuple(FAMILIES) == KERNEL_SUITES
+    assert list(SUITES) == [*KERNEL_SUITES, "host", "start"]
+    assert all(suite.summary for suite in SUITES.values())
+
+
 def test_every_task_names_an_op_that_exists() -> None:
     assert {task.op for task in tasks("cuda")[0]} <= set(REGISTRY)
+    for kind in KINDS.values():
+        names = [one.name for one in REGISTRY[kind.op].overload._schema.arguments]
+        assert set(kind.options) <= set(names)
+
+
+def test_rows_are_all_leading_dims() -> None:
+    task = Task("softmax_causal", (16, 4096, 2048), "bfloat16")
+    assert (task.rows, task.columns) == (65536, 2048)
+    assert str(task) == "softmax_causal 16x4096x2048 bfloat16"
 
 
 def test_a_cpu_leaves_the_large_shapes_out_and_says_so() -> None:
     found, notes = tasks("cpu")
-    assert Task("rms_norm", 2048, 4096, "bfloat16") in found
-    assert not [task for task in found if task.rows * task.columns > 2**25]
-    assert "2048x262144" in notes[0]
-    assert "--shape" in notes[0]
+    assert Task("rms_norm", (2048, 4096), "bfloat16") in found
+    assert not [task for task in found if math.prod(task.shape) > CPU_LIMIT]
+    (note,) = notes
+    for shape in ("2048x262144", "8x16384x16384", "4096x50257"):
+        assert note.count(shape) == 1
+    assert "--shape" in note
 
 
 def test_a_shape_given_by_hand_is_run_on_a_cpu_too() -> None:
     found, notes = tasks("cpu", names=["rms_norm"], shapes=[(2048, 262144)])
-    assert [task.shape for task in found] == ["2048x262144"]
+    assert [written(task.shape) for task in found] == ["2048x262144"]
     assert notes == []
 
 
 def test_filters() -> None:
     found, _ = tasks(
-        "cuda", names=["rms_norm_bwd"], shapes=[(3, 5), (7, 9)], dtypes=["float16", "float32"]
+        "cuda",
+        names=["rms_norm_bwd", "softmax"],
+        shapes=[(3, 5), (2, 7, 9)],
+        dtypes=["float16", "float32"],
     )
     assert [str(task) for task in found] == [
         "rms_norm_bwd 3x5 float16",
-        "rms_norm_bwd 7x9 float16",
+        "rms_norm_bwd 2x7x9 float16",
+        "softmax 3x5 float16",
+        "softmax 2x7x9 float16",
         "rms_norm_bwd 3x5 float32",
-        "rms_norm_bwd 7x9 float32",
+        "rms_norm_bwd 2x7x9 float32",
+        "softmax 3x5 float32",
+        "softmax 2x7x9 float32",
     ]
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_quick_is_a_few_shapes(device: str) -> None:
+@pytest.mark.parametrize(("device", "most"), [("cpu", 1), ("cuda", 5)])
+def test_quick_is_a_few_shapes_of_every_task(device: str, most: int) -> None:
     found, notes = tasks(device, quick=True)
-    assert len(found) == len(OPS) * len(QUICK_SHAPES[device]) < 15
+    counts = {name: sum(task.name == name for task in found) for name in KINDS}
+    assert all(1 <= count <= most for count in counts.values())
     assert notes == []
 
 
 def test_a_misspelt_op_is_guessed() -> None:
     with pytest.raises(ArgumentError, match=r"unknown op 'rms_nrom' \(did you mean rms_norm\?\)"):
         tasks("cuda", names=["rms_nrom"])
+
+
+def test_an_op_of_another_suite_is_told() -> None:
+    with pytest.raises(ArgumentError, match=r"unknown op 'rms_norm'.*: there are softmax,"):
+        tasks("cuda", suites=["softmax"], names=["rms_norm"])
 
 
 def test_an_unknown_dtype_lists_those_there_are() -> None:

@@ -85,7 +85,7 @@ def test_doctor_tells_everything(run: Run) -> None:
     for op in report["ops"]:
         assert op["check"]["passed"] is True
         assert 0 <= op["check"]["error"] < 2**-6
-        assert op["chosen"] in ("library", "reference")
+        assert op["chosen"] in ("library", "reference", "chunked")
         refused = [row for row in op["variants"] if row["status"] == "unsupported"]
         kernels = [row for row in op["variants"] if row["variant"].startswith("cuda_")]
         assert len(refused) >= len(kernels)
@@ -161,6 +161,17 @@ def test_explain_for_a_gpu_that_is_not_here(run: Run, arch: str) -> None:
     assert [row["variant"] for row in chosen] == [found["chosen"]]
 
 
+@pytest.mark.parametrize(
+    "op", [name for name, op in OPS.items() if any(one.name == "cuda_block" for one in op.variants)]
+)
+def test_explain_takes_every_op_and_more_leading_dims(run: Run, op: str) -> None:
+    result = run(f"explain {op} --shape 8x1024x1024 --arch sm_90a --json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["op"], found["rows"]) == (op, 8192)
+    assert found["chosen"].startswith("cuda_")
+
+
 def test_explain_as_text_names_the_choice(run: Run) -> None:
     result = run("explain add_rms_norm --arch sm_90a")
     assert result.exit_code == 0
@@ -180,6 +191,8 @@ def test_explain_as_text_names_the_choice(run: Run) -> None:
         ("warmup", "there is no GPU here; name the architecture"),
         ("bench no_suite", "unknown suite 'no_suite': there are rms_norm"),
         ("bench --op no_op", "unknown op 'no_op'"),
+        ("bench softmax --op rms_norm", "unknown op 'rms_norm': there are softmax"),
+        ("bench host --op no_op", "unknown op 'no_op'"),
         ("bench --peers quak", "did you mean quack?"),
         ("bench --shape 4", "'4': a benchmark takes rows x columns"),
         ("bench --device tpu9", "'tpu9' is not a device"),
@@ -275,6 +288,36 @@ def test_bench_writes_rows_tables_and_plots(run: Run, tmp_path: Path) -> None:
         assert data["meta"][key], key
 
 
+def test_bench_takes_suites_and_shapes_of_three_numbers(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    result = run(
+        "bench softmax cross_entropy --op softmax_causal --op cross_entropy_fwd_bwd "
+        f"--shape 2x4x8 --peers eager --samples 1 --device cpu --json {path}"
+    )
+    assert result.exit_code == 0, result.output
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["op"], row["impl"]) for row in rows] == [
+        (op, impl)
+        for op in ("softmax_causal", "cross_entropy_fwd_bwd")
+        for impl in ("gristmill", "eager")
+    ]
+    assert all((row["M"], row["N"], row["shape"]) == (8, 8, "2x4x8") for row in rows)
+    assert "2x4x8" in result.stdout
+
+
+def test_bench_without_a_suite_measures_every_family(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    monkeypatch.setattr(
+        "gristmill.bench.runner.Runner.run", lambda self, tasks, advance: seen.extend(tasks)
+    )
+    result = run("bench --quick --device cpu")
+    assert result.exit_code == 0, result.output
+    families = {task.kind.suite for task in seen}
+    assert families == {"rms_norm", "layer_norm", "softmax", "cross_entropy"}
+
+
 def test_bench_shows_an_earlier_run(run: Run, tmp_path: Path) -> None:
     path, page = tmp_path / "r.json", tmp_path / "r.md"
     run(f"bench --shape 8x64 --op rms_norm --peers none --samples 1 --device cpu --json {path}")
@@ -305,5 +348,6 @@ def test_bench_host(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gristmill.bench.host.SHAPES", ((1, 64),))
     result = run("bench host --quick --device cpu")
     assert result.exit_code == 0, result.output
-    assert "forward with grad" in result.stdout
+    for op in ("rms_norm", "layer_norm", "softmax", "cross_entropy"):
+        assert f"{op} forward with grad" in result.stdout
     assert "took no part" not in result.stdout

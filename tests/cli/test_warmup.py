@@ -9,7 +9,7 @@ from gristmill.jit import cache
 from gristmill.ops.registry import OPS
 from gristmill.select.chooser import ranked
 from gristmill.select.device import KNOWN
-from gristmill.warmup import SHAPES, Warmed, warmup
+from gristmill.warmup import COLUMNS, VOCABULARIES, Warmed, default_shapes, warmup
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
 
@@ -46,15 +46,23 @@ def test_progress_and_the_second_time() -> None:
 
 
 def test_the_default_is_few_programs_for_many_shapes() -> None:
-    """Kernels serve ranges of lengths: a warm-up of everything must stay a matter of seconds."""
+    """Kernels serve ranges of lengths: a warm-up of an op must stay a matter of seconds."""
     from gristmill.warmup import _jobs
 
-    jobs = _jobs(list(OPS), SHAPES, [torch.bfloat16], KNOWN["sm_90a"])
-    compiled = {
+    compiled = [
         name for name, op in OPS.items() if any(one.name.startswith("cuda_") for one in op.variants)
-    }
-    assert {problem.op for problem, _ in jobs.values()} == compiled
-    assert len(compiled) <= len(jobs) < len(SHAPES)
+    ]
+    assert {"rms_norm", "layer_norm", "softmax", "cross_entropy_backward"} <= set(compiled)
+    jobs = _jobs(list(OPS), None, [torch.bfloat16], KNOWN["sm_90a"])
+    for name in compiled:
+        own = _jobs([name], None, [torch.bfloat16], KNOWN["sm_90a"])
+        assert set(own) <= set(jobs)
+        assert 1 <= len(own) < len(default_shapes(name)) / 4
+
+
+def test_losses_are_warmed_for_vocabularies() -> None:
+    assert {columns for _, columns in default_shapes("cross_entropy_backward")} == {*VOCABULARIES}
+    assert {columns for _, columns in default_shapes("layer_norm")} == {*COLUMNS}
 
 
 def test_wrong_arguments() -> None:

@@ -25,8 +25,7 @@ def main(words: Sequence[str], import_s: float) -> None:
         torch.ones(1, device=device).sum().item()
 
     op = OPS[name]
-    rows, columns = map(int, shape.split("x"))
-    args = op.example((rows, columns), getattr(torch, dtype), device)
+    args = op.example(tuple(map(int, shape.split("x"))), getattr(torch, dtype), device)
     _synchronize(device)
 
     start = time.perf_counter()

@@ -17,20 +17,32 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+import gristmill
 from gristmill.bench.inputs import dtype_of
 from gristmill.bench.results import Results, Row
-from gristmill.bench.suites import OPS
+from gristmill.bench.suites import KINDS, written
 from gristmill.errors import GristmillError
 from gristmill.select.timing import time_host
 
 SHAPES = ((1, 4096), (256, 4096))
 MODES = ("forward", "forward with grad", "backward")
-HOST_STEPS = len(SHAPES) * len(MODES)
 CACHES = ("empty", "warm")
-START_STEPS = len(OPS) * len(CACHES)
+# One op of each kind of kernel: every process of this suite imports torch anew.
+START_TASKS = ("rms_norm", "add_rms_norm", "rms_norm_bwd", "layer_norm", "softmax", "cross_entropy")
 START_SHAPE = (256, 4096)
 # Generous, because importing torch from a cold disk can take minutes.
 START_TIMEOUT_S = 600
+
+
+Calls = dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]
+
+
+def host_steps() -> int:
+    return len(CALLS) * len(SHAPES) * len(MODES)
+
+
+def start_steps() -> int:
+    return len(START_TASKS) * len(CACHES)
 
 
 def run_host(
@@ -42,46 +54,92 @@ def run_host(
     rounds: int = 3,
 ) -> None:
     """Host µs of eager calls of gristmill and of torch; the best of `rounds`, taken in turns."""
-    for rows, columns in SHAPES:
-        for mode in MODES:
-            advance(f"host {mode} {rows}x{columns}")
-            calls = _host_calls(mode, rows, columns, dtype_of(dtype), device)
-            best = dict.fromkeys(calls, float("inf"))
-            for _ in range(rounds):
-                for impl, (function, args) in calls.items():
-                    best[impl] = min(best[impl], time_host(function, args))
-            shape = {"op": "rms_norm", "dtype": dtype, "M": rows, "N": columns}
-            results.add(
-                [
-                    {**shape, "impl": impl, "mode": mode, "host_us": round(us, 2)}
-                    for impl, us in best.items()
-                ]
-            )
+    for op in CALLS:
+        for shape in SHAPES:
+            for mode in MODES:
+                advance(f"host {op} {mode} {written(shape)}")
+                calls = host_calls(op, mode, shape, dtype_of(dtype), device)
+                best = dict.fromkeys(calls, float("inf"))
+                for _ in range(rounds):
+                    for impl, (function, args) in calls.items():
+                        best[impl] = min(best[impl], time_host(function, args))
+                rows, columns = shape
+                problem = {"op": op, "dtype": dtype, "M": rows, "N": columns}
+                results.add(
+                    [
+                        {**problem, "impl": impl, "mode": mode, "host_us": round(us, 2)}
+                        for impl, us in best.items()
+                    ]
+                )
 
 
-def _host_calls(
-    mode: str, rows: int, columns: int, dtype: torch.dtype, device: torch.device
-) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
-    import gristmill
-
-    grad = mode != "forward"
-    x = torch.randn(rows, columns, dtype=dtype, device=device, requires_grad=grad)
-    weight = torch.randn(columns, dtype=dtype, device=device, requires_grad=grad)
+def host_calls(
+    op: str, mode: str, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> Calls:
+    """Gristmill's function and torch's, with the same arguments; or the backward of both."""
+    ours, torchs, leaves, others = CALLS[op](shape, dtype, device)
+    for leaf in leaves:
+        leaf.requires_grad_(mode != "forward")
+    args = (*leaves, *others)
     if mode != "backward":
-        return {
-            "gristmill": (gristmill.rms_norm, (x, weight)),
-            "eager": (F.rms_norm, (x, (columns,), weight, 1e-6)),
-        }
-    dy = torch.randn_like(x)
+        return {"gristmill": (ours, args), "eager": (torchs, args)}
+    outputs = {"gristmill": ours(*args), "eager": torchs(*args)}
+    # Torch's loss may be of a narrower dtype than ours; both get the same numbers.
+    numbers = torch.randn_like(outputs["eager"])
+    grads = {impl: numbers.to(output.dtype) for impl, output in outputs.items()}
 
-    def backward(y: torch.Tensor) -> Any:
+    def backward(output: torch.Tensor, grad: torch.Tensor) -> Any:
         # The graph is kept, so that the same backward can be called again and again.
-        return torch.autograd.grad(y, (x, weight), dy, retain_graph=True)
+        return torch.autograd.grad(output, leaves, grad, retain_graph=True)
 
-    return {
-        "gristmill": (backward, (gristmill.rms_norm(x, weight),)),
-        "eager": (backward, (F.rms_norm(x, (columns,), weight, 1e-6),)),
-    }
+    return {impl: (backward, (outputs[impl], grads[impl])) for impl in outputs}
+
+
+# What a family is called by: gristmill's function, torch's, what has a gradient, what has not.
+Family = tuple[Callable[..., Any], Callable[..., Any], list[torch.Tensor], list[torch.Tensor]]
+
+
+def _rms_norm(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Family:
+    x, weight = _randn(dtype, device, shape, shape[1:])
+    return (
+        gristmill.rms_norm,
+        lambda x, weight: F.rms_norm(x, weight.shape, weight, 1e-6),
+        [x, weight],
+        [],
+    )
+
+
+def _layer_norm(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Family:
+    leaves = _randn(dtype, device, shape, shape[1:], shape[1:])
+    return (
+        gristmill.layer_norm,
+        lambda x, weight, bias: F.layer_norm(x, weight.shape, weight, bias),
+        leaves,
+        [],
+    )
+
+
+def _softmax(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Family:
+    return gristmill.softmax, lambda x: torch.softmax(x, -1), _randn(dtype, device, shape), []
+
+
+def _cross_entropy(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Family:
+    target = torch.randint(shape[1], shape[:1], device=device)
+    return gristmill.cross_entropy, F.cross_entropy, _randn(dtype, device, shape), [target]
+
+
+def _randn(
+    dtype: torch.dtype, device: torch.device, *shapes: tuple[int, ...]
+) -> list[torch.Tensor]:
+    return [torch.randn(shape, dtype=dtype, device=device) for shape in shapes]
+
+
+CALLS = {
+    "rms_norm": _rms_norm,
+    "layer_norm": _layer_norm,
+    "softmax": _softmax,
+    "cross_entropy": _cross_entropy,
+}
 
 
 def run_start(
@@ -93,7 +151,7 @@ def run_start(
     repeats: int = 3,
 ) -> None:
     """Seconds of the first call in a fresh process: with an empty cache, then with a warm one."""
-    for name in OPS:
+    for name in START_TASKS:
         for cache in CACHES:
             advance(f"start {name}, {cache} cache")
             results.add([_start_row(name, cache, device, dtype, repeats)])
@@ -116,7 +174,7 @@ def _start_row(name: str, cache: str, device: torch.device, dtype: str, repeats:
             place = Path(folder) / (f"cache{number}" if cache == "empty" else "cache")
             place.mkdir(mode=0o700, exist_ok=True)
             try:
-                seen.append(_first_call(OPS[name], (rows, columns), dtype, device, place))
+                seen.append(_first_call(KINDS[name].op, START_SHAPE, dtype, device, place))
             except GristmillError as error:
                 row["error"] = str(error)
                 return row
@@ -140,7 +198,7 @@ def _first_call(
         "from gristmill.bench.first_call import main; main(sys.argv[2:], seconds)"
     )
     paths = json.dumps([str(Path(entry).resolve()) for entry in sys.path])
-    words = [op, "x".join(map(str, shape)), dtype, str(device)]
+    words = [op, written(shape), dtype, str(device)]
     command = ["env", f"GRISTMILL_CACHE_DIR={cache}", sys.executable, "-c", script, paths, *words]
     try:
         done = subprocess.run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,22 +24,57 @@ def arguments(task: Task, device: torch.device) -> Arguments:
     """The op's positional arguments for this task; the same numbers on every run."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(20)
-        return tuple(OPS[task.op].example((task.rows, task.columns), dtype_of(task.dtype), device))
+        example = OPS[task.op].example(task.shape, dtype_of(task.dtype), device)
+        named = {**dict(zip(_names(task), example, strict=True)), **task.kind.options}
+        if task.name == "softmax_causal_bwd":
+            named["y"] = OPS["softmax"].reference(named["y"].log(), 1.0, None, named["causal"])
+        if task.name == "cross_entropy_bwd":
+            named.update(_row_losses(named["logits"], named["target"]))
+        return tuple(named.values())
 
 
-def saved(task: Task, args: Arguments) -> torch.Tensor | None:
-    """What a peer's backward expects its forward to have saved: 1/rms of each row in fp32.
+def saved(task: Task, args: Arguments) -> Arguments:
+    """What a peer's backward expects its forward to have saved, in fp32; appended to the arguments.
 
-    Gristmill recomputes it from x, which it must read anyway.
+    For `rms_norm_bwd` 1/rms of each row, for `layer_norm_bwd` its mean and 1/std. Gristmill
+    recomputes them from x, which it must read anyway.
     """
-    if task.name != "rms_norm_bwd":
-        return None
-    x, eps = args[1], args[4]
+    if task.name not in ("rms_norm_bwd", "layer_norm_bwd"):
+        return ()
+    named = dict(zip(_names(task), args, strict=True))
+    x, eps = named["x"], named["eps"]
     eps = torch.finfo(x.dtype).eps if eps is None else eps
-    # A chunk of rows at a time: a whole fp32 copy of x would be twice x.
+    if task.name == "rms_norm_bwd":
+        return (_by_rows(x, lambda rows: torch.rsqrt(rows.square().mean(-1) + eps)),)
+    variance = _by_rows(x, lambda rows: rows.var(-1, correction=0))
+    return _by_rows(x, lambda rows: rows.mean(-1)), torch.rsqrt(variance + eps)
+
+
+def compared(task: Task, outputs: Any) -> Any:
+    """Those of the op's outputs that every implementation of the task gives."""
+    if task.kind.outputs is None:
+        return outputs
+    return tuple(outputs[index] for index in task.kind.outputs)
+
+
+def _names(task: Task) -> list[str]:
+    return [argument.name for argument in OPS[task.op].overload._schema.arguments]
+
+
+def _by_rows(x: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """One fp32 value per row; by chunks, as a whole fp32 copy of x would be twice x."""
+    rows = x.reshape(-1, x.shape[-1])
     step = max(1, (1 << 26) // x.shape[-1])
-    chunks = [part.float().square().mean(-1) for part in x.split(step)]
-    return torch.rsqrt(torch.cat(chunks) + eps)
+    return torch.cat([function(part.float()) for part in rows.split(step)]).view(x.shape[:-1])
+
+
+def _row_losses(logits: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What a backward of losses of single rows gets: each has a gradient of its own."""
+    return {
+        "dloss": torch.randn(target.shape, device=target.device),
+        "lse": _by_rows(logits, lambda rows: rows.logsumexp(-1)),
+        "denominators": torch.empty(0, device=target.device),
+    }
 
 
 def argument_sets(args: Arguments, device: torch.device) -> list[Arguments]:

@@ -17,11 +17,22 @@ COLOURS = {
     "eager": "#6b7280",
     "inductor": "#2563eb",
     "quack": "#0d9488",
+    "quack_one_pass": "#0d9488",
+    "quack_two_pass": "#5eead4",
     "liger": "#7c3aed",
     "flashinfer": "#ca8a04",
 }
 OTHER_COLOUR = "#be185d"
-MARKERS = {OURS: "o", "eager": "s", "inductor": "^", "quack": "D", "liger": "v", "flashinfer": "P"}
+MARKERS = {
+    OURS: "o",
+    "eager": "s",
+    "inductor": "^",
+    "quack": "D",
+    "quack_one_pass": "D",
+    "quack_two_pass": "d",
+    "liger": "v",
+    "flashinfer": "P",
+}
 INK, MUTED, FAINT, PAPER = "#1f2937", "#6b7280", "#e5e7eb", "#ffffff"
 # Below this a problem is bound by latency, and its bandwidth says little: it is drawn as a time.
 SMALL_BYTES = 16_000_000
@@ -87,10 +98,11 @@ def _figure(plt: Any, rows: list[Row], title: str, meta: dict[str, Any]) -> Any:
     panels = [panel for panel in (large, small) if panel]
     names = implementations(rows)
     widths = [max(2.5, len(panel)) for panel in panels]
+    legend = 1.5 + 0.7 * (len(names) + 1) + 0.08 * sum(map(len, names))
     figure, axes = plt.subplots(
         1,
         len(panels),
-        figsize=(max(6.0, 2.0 + sum(widths)), 4.6),
+        figsize=(max(6.0, 2.0 + sum(widths), legend), 4.6),
         gridspec_kw={"width_ratios": widths, "wspace": 0.2},
         squeeze=False,
     )
@@ -168,7 +180,7 @@ def _draw_times(axis: Any, problems: Sequence[Problem], names: Sequence[str]) ->
 
 
 def _name_shapes(axis: Any, problems: Sequence[Problem]) -> None:
-    labels = [f"{m}\n×{n}" for (_, _, m, n), _ in problems]
+    labels = ["\n×".join(key[-1].rsplit("x", 1)).replace("x", "×") for key, _ in problems]
     axis.set_xticks(range(len(problems)), labels)
     axis.set_xlim(-0.6, len(problems) - 0.4)
     axis.tick_params(length=0)

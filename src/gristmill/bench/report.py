@@ -64,6 +64,7 @@ def markdown(results: Results) -> str:
         table = _kernel_table(rows, roof=_has_roof(results))
         parts += [f"## {op}, µs per call", _markdown_table(table)]
         parts += summary(rows)
+    parts += causal_gains(kernels)
     for title, table in _other_tables(results.rows):
         parts += [f"## {title}", _markdown_table(table)]
     remarks = notes(results)
@@ -88,9 +89,22 @@ def summary(rows: Sequence[Row]) -> list[str]:
             f"{op}: {mean:.2f}x the fastest peer over {count} (geometric mean), "
             f"behind by more than 3% on {behind}"
         )
+    lines += causal_gains(rows)
     lines += _medians(rows, "first_call_s", "first call", lambda seconds: f"{seconds:.3f} s")
     host = "host time of a small call"
     lines += _medians(rows, "host_us", host, lambda us: f"{microseconds(us)} µs")
+    return lines
+
+
+def causal_gains(rows: Sequence[Row]) -> list[str]:
+    """What it saves not to read what is masked: our causal times beside our plain ones."""
+    times = {(row["op"], row["dtype"], label(row)): row for row in rows if row["impl"] == OURS}
+    lines = []
+    for (op, dtype, shape), row in times.items():
+        plain = times.get((op.replace("_causal", ""), dtype, shape), {})
+        if "_causal" in op and "us" in row and "us" in plain:
+            gain = plain["us"] / row["us"]
+            lines.append(f"{op} {shape}: {gain:.2f}x as fast as without the mask")
     return lines
 
 
@@ -141,12 +155,12 @@ def _kernel_table(rows: list[Row], *, roof: bool) -> Grid:
     several = len({row["dtype"] for row in rows}) > 1
     header = ["problem", *names, "vs best peer", *(["of roof"] if roof else []), "variant"]
     body = []
-    for (_, dtype, m, n), row_of in by_problem(rows).items():
+    for (_, dtype, _, _, shape), row_of in by_problem(rows).items():
         ours, ratio = row_of.get(OURS, {}), _ratio(row_of)
         share = f"{ours['roof_share']:.0%}" if "roof_share" in ours else ""
         body.append(
             [
-                f"{m}x{n}" + (f" {dtype}" if several else ""),
+                shape + (f" {dtype}" if several else ""),
                 *(_time(row_of.get(name)) for name in names),
                 "" if ratio is None else f"{ratio:.2f}x",
                 *([share] if roof else []),
@@ -167,15 +181,16 @@ def _other_tables(rows: list[Row]) -> list[tuple[str, Grid]]:
     host = [row for row in rows if "mode" in row]
     if host:
         names = implementations(host)
-        calls: dict[tuple[str, str], dict[str, Any]] = {}
+        calls: dict[tuple[str, str, str], dict[str, Any]] = {}
         for row in host:
-            calls.setdefault((row["mode"], label(row)), {})[row["impl"]] = row["host_us"]
+            call = (row["op"], row["mode"], label(row))
+            calls.setdefault(call, {})[row["impl"]] = row["host_us"]
         body = []
-        for (mode, shape), us in calls.items():
+        for (op, mode, shape), us in calls.items():
             ratio = f"{us[OURS] / us['eager']:.2f}x" if {OURS, "eager"} <= set(us) else ""
             times = [microseconds(us[name]) if name in us else "–" for name in names]
-            body.append([mode, shape, *times, ratio])
-        header = ["rms_norm call", "problem", *names, "over eager"]
+            body.append([f"{op} {mode}", shape, *times, ratio])
+        header = ["call", "problem", *names, "over eager"]
         tables.append(("host: µs of host time per eager call", (header, body)))
     start = [row for row in rows if "cache" in row]
     if start:

@@ -1,9 +1,10 @@
 """The rows of a benchmark run and the file they are kept in.
 
     {"meta": {"gpu", "date", ..., "copy_tb_per_s", "copy_tb_per_s_by_mb", "method"},
-     "rows": [{"op", "dtype", "M", "N", "impl", "us", "tb_per_s", ...}, ...]}
+     "rows": [{"op", "dtype", "M", "N", "shape", "impl", "us", "tb_per_s", ...}, ...]}
 
-One row per problem and implementation. A row without "us" was not timed, and its "error" says why.
+One row per problem and implementation; M rows of N columns, whatever their shape. A row without
+"us" was not timed, and its "error" says why.
 """
 
 from __future__ import annotations
@@ -61,14 +62,17 @@ def load(path: Path) -> Results:
 
 
 def label(row: Row) -> str:
-    return f"{row['M']}x{row['N']}"
+    return str(row.get("shape", f"{row['M']}x{row['N']}"))
 
 
 def problems(rows: list[Row]) -> dict[tuple[Any, ...], dict[str, Row]]:
-    """Rows of one problem together: (op, dtype, M, N) -> impl -> row, in the order measured."""
+    """Rows of one problem together, in the order measured.
+
+    (op, dtype, M, N, shape as it is written) -> impl -> row.
+    """
     found: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
-        key = (row["op"], row["dtype"], row["M"], row["N"])
+        key = (row["op"], row["dtype"], row["M"], row["N"], label(row))
         found.setdefault(key, {})[row["impl"]] = row
     return found
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from gristmill.bench.check import check
-from gristmill.bench.inputs import Arguments, argument_sets, arguments, saved
-from gristmill.bench.peers import GRISTMILL, Function, Peer
+from gristmill.bench.inputs import Arguments, argument_sets, arguments, compared, saved
+from gristmill.bench.peers import GRISTMILL, Builder, Function, Peer
 from gristmill.bench.results import Results, Row
-from gristmill.bench.suites import Task
+from gristmill.bench.suites import Task, written
 from gristmill.ops.registry import OPS
 from gristmill.select.chooser import resolve
 from gristmill.select.configs import config_to_json
@@ -58,7 +58,7 @@ class Runner:
                 rows = self._measure(task)
             except torch.OutOfMemoryError as error:
                 reason = f"not enough memory for this problem: {_first_line(error)}"
-                rows = [self._row(task, peer.name, reason) for peer in self.implementations]
+                rows = [self._row(task, impl, reason) for _, impl, _ in self._implementations(task)]
             self.results.add(rows)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -67,32 +67,35 @@ class Runner:
         op = OPS[task.op]
         args = arguments(task, self.device)
         moved = op.cost(*args).bytes
-        extra = saved(task, args)
-        full = args if extra is None else (*args, extra)
-        sets = argument_sets(full, self.device)
-        expected = op.reference(*args)
+        sets = argument_sets((*args, *saved(task, args)), self.device)
+        expected = compared(task, op.reference(*args))
 
         rows: dict[str, Row] = {}
         runnable: dict[str, Function] = {}
-        for peer in self.implementations:
-            builder = peer.builders.get(task.name)
-            if builder is None:
-                continue
-            row = rows[peer.name] = self._row(task, peer.name, None)
+        for peer, impl, builder in self._implementations(task):
+            row = rows[impl] = self._row(task, impl, None)
             try:
                 function = builder(sets)
                 row["first_call_s"], outputs = self._first_call(function, sets[0])
-                row["error"] = check(outputs, expected)
-                runnable[peer.name] = function
+                row["error"] = check(outputs, expected, coarse=task.name in peer.coarse)
+                runnable[impl] = function
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # a peer may fail in any way: it is reported, not timed
                 row["error"] = f"{type(error).__name__}: {_first_line(error)}"
+            outputs = None  # before the next implementation needs the memory
         del expected
         if GRISTMILL.name in runnable:
             rows[GRISTMILL.name].update(self._chosen(task, args))
         self._time(rows, runnable, sets, moved)
         return list(rows.values())
+
+    def _implementations(self, task: Task) -> list[tuple[Peer, str, Builder]]:
+        return [
+            (peer, impl, builder)
+            for peer in self.implementations
+            for impl, builder in peer.implementations(task.name).items()
+        ]
 
     def _row(self, task: Task, impl: str, error: str | None) -> Row:
         return {
@@ -100,6 +103,7 @@ class Runner:
             "dtype": task.dtype,
             "M": task.rows,
             "N": task.columns,
+            "shape": written(task.shape),
             "impl": impl,
             "error": error,
         }

@@ -1,29 +1,25 @@
 """Which problems a benchmark measures.
 
-A suite is data: names of ops and shapes. A `Task` is one point of it, and what one row per
-implementation is written for.
+A suite is data: names of tasks, the op that each stands for, and shapes. A `Task` is one point of
+it, and what one row per implementation is written for.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from gristmill.errors import ArgumentError
 
+Shape = tuple[int, ...]
 DTYPES = ("bfloat16", "float16", "float32")
-
-# Result files name what is measured ("rms_norm_bwd"), the registry names ops ("rms_norm_backward").
-OPS = {
-    "rms_norm": "rms_norm",
-    "add_rms_norm": "add_rms_norm",
-    "rms_norm_bwd": "rms_norm_backward",
-}
 
 # Training sizes, where the roof counts (half a GB or more moves in all but the first two), then
 # decoding and prefill sizes, where launch cost and latency count.
-SHAPES = (
+SHAPES: tuple[Shape, ...] = (
     (32768, 256),
     (32768, 1024),
     (32768, 4096),
@@ -39,9 +35,30 @@ SHAPES = (
     (256, 7168),
     (2048, 4096),
 )
-QUICK_SHAPES = {
+# Scores of attention, for the causal softmax and for the plain one beside it.
+SCORES: tuple[Shape, ...] = ((16, 4096, 4096), (8, 16384, 16384))
+# Tokens x vocabulary: round ones, those of Llama 3, Qwen, Gemma and GPT-2 (odd); then few tokens.
+LOGITS: tuple[Shape, ...] = (
+    (32768, 4096),
+    (8192, 32768),
+    (8192, 128256),
+    (4096, 151936),
+    (4096, 262144),
+    (4096, 50257),
+    (16, 32768),
+    (256, 128256),
+)
+QUICK_ROWS: dict[str, tuple[Shape, ...]] = {
     "cuda": ((1, 4096), (256, 7168), (2048, 4096), (32768, 4096)),
-    "cpu": ((16, 4096), (512, 4096)),
+    "cpu": ((512, 4096),),
+}
+QUICK_SCORES: dict[str, tuple[Shape, ...]] = {
+    "cuda": ((16, 4096, 4096),),
+    "cpu": ((4, 512, 512),),
+}
+QUICK_LOGITS: dict[str, tuple[Shape, ...]] = {
+    "cuda": ((16, 32768), (8192, 32768), (4096, 151936), (4096, 50257)),
+    "cpu": ((64, 32768),),
 }
 # Elements of x. On a CPU the large problems would take minutes and gigabytes to say nothing new:
 # its times are there for ratios.
@@ -49,25 +66,80 @@ CPU_LIMIT = 32 * 1024 * 1024
 
 
 @dataclass(frozen=True)
+class Kind:
+    """What a task's name stands for.
+
+    `options`: arguments of the op that differ from those of its example. `outputs`: the positions
+    of those that are compared, where the op gives more than its peers do.
+    """
+
+    suite: str
+    op: str
+    shapes: tuple[Shape, ...] = SHAPES
+    quick: Mapping[str, tuple[Shape, ...]] = field(default_factory=lambda: QUICK_ROWS)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    outputs: tuple[int, ...] | None = None
+
+
+def _softmax(op: str) -> Kind:
+    quick = {**QUICK_ROWS, "cuda": QUICK_ROWS["cuda"] + QUICK_SCORES["cuda"]}
+    return Kind("softmax", op, SHAPES + SCORES, quick)
+
+
+def _causal(op: str) -> Kind:
+    return Kind("softmax", op, SCORES, QUICK_SCORES, {"causal": "top_left"})
+
+
+def _cross_entropy(op: str, outputs: tuple[int, ...] | None, reduction: str = "none") -> Kind:
+    return Kind("cross_entropy", op, LOGITS, QUICK_LOGITS, {"reduction": reduction}, outputs)
+
+
+# Result files name what is measured ("rms_norm_bwd"), the registry names ops ("rms_norm_backward").
+KINDS: dict[str, Kind] = {
+    "rms_norm": Kind("rms_norm", "rms_norm"),
+    "add_rms_norm": Kind("rms_norm", "add_rms_norm"),
+    "rms_norm_bwd": Kind("rms_norm", "rms_norm_backward"),
+    "layer_norm": Kind("layer_norm", "layer_norm"),
+    "add_layer_norm": Kind("layer_norm", "add_layer_norm"),
+    "layer_norm_bwd": Kind("layer_norm", "layer_norm_backward"),
+    "softmax": _softmax("softmax"),
+    "softmax_bwd": _softmax("softmax_backward"),
+    "softmax_causal": _causal("softmax"),
+    "softmax_causal_bwd": _causal("softmax_backward"),
+    "cross_entropy": _cross_entropy("cross_entropy", (0,)),
+    "cross_entropy_bwd": _cross_entropy("cross_entropy_backward", None),
+    "cross_entropy_fwd_bwd": _cross_entropy("cross_entropy_one_pass", (0, 2)),
+    "cross_entropy_train": _cross_entropy("cross_entropy_one_pass", (0, 2), "mean"),
+}
+
+
+@dataclass(frozen=True)
 class Task:
-    """One problem to measure: an op at `rows` x `columns` in one dtype."""
+    """One problem to measure: what `name` stands for, at a shape, in one dtype."""
 
     name: str
-    rows: int
-    columns: int
+    shape: Shape
     dtype: str
+
+    @property
+    def kind(self) -> Kind:
+        return KINDS[self.name]
 
     @property
     def op(self) -> str:
         """The name in the registry of ops."""
-        return OPS[self.name]
+        return self.kind.op
 
     @property
-    def shape(self) -> str:
-        return f"{self.rows}x{self.columns}"
+    def rows(self) -> int:
+        return math.prod(self.shape[:-1])
+
+    @property
+    def columns(self) -> int:
+        return self.shape[-1]
 
     def __str__(self) -> str:
-        return f"{self.name} {self.shape} {self.dtype}"
+        return f"{self.name} {written(self.shape)} {self.dtype}"
 
 
 @dataclass(frozen=True)
@@ -80,10 +152,19 @@ SUITES = {
     suite.name: suite
     for suite in (
         Suite("rms_norm", "kernel time of RMSNorm: forward, with residual, backward"),
+        Suite("layer_norm", "kernel time of LayerNorm: forward, with residual, backward"),
+        Suite("softmax", "kernel time of softmax, plain and causal: forward, backward"),
+        Suite("cross_entropy", "kernel time of cross entropy: forward, backward, both in one"),
         Suite("host", "host time of an eager call: without grad, with grad, backward"),
         Suite("start", "first call in a fresh process: empty cache, then a warm one"),
     )
 }
+KERNEL_SUITES = tuple(dict.fromkeys(kind.suite for kind in KINDS.values()))
+
+
+def written(shape: Sequence[int]) -> str:
+    """A shape as the command line and result files have it: 16x4096x4096."""
+    return "x".join(map(str, shape))
 
 
 def known(kind: str, name: str, names: Iterable[str]) -> str:
@@ -99,30 +180,34 @@ def known(kind: str, name: str, names: Iterable[str]) -> str:
 def tasks(
     device_type: str,
     *,
+    suites: Sequence[str] = KERNEL_SUITES,
     quick: bool = False,
     names: Sequence[str] = (),
-    shapes: Sequence[tuple[int, int]] = (),
+    shapes: Sequence[Shape] = (),
     dtypes: Sequence[str] = (),
 ) -> tuple[list[Task], list[str]]:
-    """The problems of the `rms_norm` suite on a kind of device, and notes on what was left out.
+    """The problems of suites of kernel time on a kind of device, and notes on what was left out.
 
-    An empty filter means everything the suite has; shapes given by hand are always run.
+    An empty filter means everything the suites have; shapes given by hand are always run.
     """
-    chosen = [known("op", name, OPS) for name in names] or list(OPS)
+    there = [name for name, kind in KINDS.items() if kind.suite in suites]
+    chosen = [known("op", name, there) for name in names] or there
     dtypes = [known("dtype", dtype, DTYPES) for dtype in dtypes] or ["bfloat16"]
+    found: list[Task] = []
+    left_out: dict[str, None] = {}
+    for dtype in dtypes:
+        for name in chosen:
+            for shape in shapes or _shapes(KINDS[name], device_type, quick):
+                if not shapes and device_type != "cuda" and math.prod(shape) > CPU_LIMIT:
+                    left_out[written(shape)] = None
+                else:
+                    found.append(Task(name, shape, dtype))
     notes = []
-    if not shapes:
-        shapes = QUICK_SHAPES.get(device_type, QUICK_SHAPES["cpu"]) if quick else SHAPES
-        if device_type != "cuda":
-            small = tuple(shape for shape in shapes if shape[0] * shape[1] <= CPU_LIMIT)
-            if len(small) < len(shapes):
-                large = ", ".join(f"{m}x{n}" for m, n in shapes if (m, n) not in small)
-                notes.append(f"left out on {device_type} (name them with --shape to run): {large}")
-            shapes = small
-    found = [
-        Task(name, rows, columns, dtype)
-        for dtype in dtypes
-        for name in chosen
-        for rows, columns in shapes
-    ]
+    if left_out:
+        large = ", ".join(left_out)
+        notes.append(f"left out on {device_type} (name them with --shape to run): {large}")
     return found, notes
+
+
+def _shapes(kind: Kind, device_type: str, quick: bool) -> tuple[Shape, ...]:
+    return kind.quick.get(device_type, kind.quick["cpu"]) if quick else kind.shapes

@@ -120,18 +120,26 @@ def cache_clear(
 @app.command(
     epilog="Examples: `gristmill bench --quick --output results`; "
     "`gristmill bench --op rms_norm_bwd --shape 32768x4096 --peers quack --json out.json`; "
-    "`gristmill bench host start`"
+    "`gristmill bench --op softmax_causal --shape 16x4096x4096`; `gristmill bench host start`"
 )
 @reported
 def bench(
     suites: Annotated[
         list[str] | None,
-        typer.Argument(help="rms_norm (kernel time), host, start, or all.", show_default=False),
+        typer.Argument(
+            help="Kernel time: rms_norm, layer_norm, softmax, cross_entropy (by default these); "
+            "host time: host; first calls: start; or all.",
+            show_default=False,
+        ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few problems, fewer samples.")] = False,
     op: Annotated[
         list[str] | None,
-        typer.Option("--op", help="rms_norm, add_rms_norm, rms_norm_bwd. May be repeated."),
+        typer.Option(
+            "--op",
+            help="Only this of the suites' tasks: rms_norm, rms_norm_bwd, softmax_causal, "
+            "cross_entropy_fwd_bwd, ... May be repeated.",
+        ),
     ] = None,
     shape: Shapes = None,
     dtype: Dtypes = None,
@@ -158,11 +166,12 @@ def bench(
     Peers take part when they can be imported. Every implementation is checked before it is timed;
     the roof is a copy of as many bytes. Exit code 1 if gristmill's own result was wrong.
     """
+    from gristmill.bench.suites import KERNEL_SUITES
     from gristmill.cli.bench import Options, run
 
     run(
         Options(
-            suites=suites or ["rms_norm"],
+            suites=suites or list(KERNEL_SUITES),
             quick=quick,
             ops=op or [],
             shapes=shape or [],

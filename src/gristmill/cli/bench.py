@@ -16,7 +16,7 @@ from gristmill.bench.peers import Peer, choose
 from gristmill.bench.progress import progress
 from gristmill.bench.report import markdown, print_results
 from gristmill.bench.results import OURS, Results, load
-from gristmill.bench.suites import SUITES, Task, known, tasks
+from gristmill.bench.suites import KERNEL_SUITES, SUITES, Shape, Task, known, tasks
 from gristmill.cli.common import FAILURE, console, parse_dtype, parse_shape, torch_device
 from gristmill.errors import ArgumentError
 
@@ -57,21 +57,23 @@ def _measured(options: Options, out: Console) -> Results:
     suites = list(SUITES) if "all" in options.suites else list(options.suites)
     for suite in suites:
         known("suite", suite, (*SUITES, "all"))
+    kernels = [suite for suite in suites if suite in KERNEL_SUITES]
     device = torch_device(options.device)
     dtypes = [parse_dtype(dtype) for dtype in options.dtypes]
     found, notes = tasks(
         device.type,
+        suites=kernels or KERNEL_SUITES,
         quick=options.quick,
         names=options.ops,
-        shapes=[_matrix(shape) for shape in options.shapes],
+        shapes=[_rows(shape) for shape in options.shapes],
         dtypes=dtypes,
     )
     peers: list[Peer] = []
     missing: dict[str, str] = {}
-    if "rms_norm" in suites:  # the other suites compare with torch alone
+    if kernels:  # the other suites compare with torch alone
         peers, missing = choose(options.peers or (), device)
     else:
-        notes = []
+        found, notes = [], []
     meta = {**describe(device, peers), "suites": suites, "missing_peers": missing, "notes": notes}
     results = Results(meta, path=options.json)
     names = ", ".join(peer.name for peer in peers)
@@ -90,17 +92,17 @@ def _measure(
     dtypes: Sequence[str],
     out: Console,
 ) -> None:
-    if "rms_norm" in suites:
+    if found:
         samples = options.samples or (runner.QUICK_SAMPLES if options.quick else runner.SAMPLES)
         with progress(out, len(found)) as advance:
             runner.Runner(device, peers, results, samples=samples).run(found, advance)
     repeats = 1 if options.quick else 3
     dtype = dtypes[0] if dtypes else "bfloat16"
     if "host" in suites:
-        with progress(out, host.HOST_STEPS) as advance:
+        with progress(out, host.host_steps()) as advance:
             host.run_host(device, results, advance, dtype=dtype, rounds=repeats)
     if "start" in suites:
-        with progress(out, host.START_STEPS) as advance:
+        with progress(out, host.start_steps()) as advance:
             host.run_start(device, results, advance, dtype=dtype, repeats=repeats)
 
 
@@ -118,8 +120,8 @@ def _write(results: Results, options: Options, out: Console) -> None:
         out.print("written: " + ", ".join(map(str, written)), soft_wrap=True)
 
 
-def _matrix(text: str) -> tuple[int, int]:
+def _rows(text: str) -> Shape:
     shape = parse_shape(text)
-    if len(shape) != 2 or min(shape) < 1:
+    if len(shape) < 2 or min(shape) < 1:
         raise ArgumentError(f"{text!r}: a benchmark takes rows x columns, as in 4096x8192")
-    return shape[0], shape[1]
+    return shape

@@ -154,6 +154,7 @@ def _settings() -> list[Report]:
         "GRISTMILL_TABLE": "on" if now.table else "off",
         "GRISTMILL_LOG": now.log,
         "GRISTMILL_VLLM": ",".join(sorted(now.vllm)),
+        "GRISTMILL_DEBUG": "1" if now.debug else "0",
     }
     defaults = {variable.name: variable.default for variable in VARIABLES}
     defaults["GRISTMILL_CACHE_DIR"] = str(Path("~/.cache/gristmill").expanduser())

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from gristmill.cli.common import console, parse_shape, torch_dtype
-from gristmill.warmup import DTYPES, SHAPES, Warmed, warmup
+from gristmill.warmup import DTYPES, Warmed, warmup
 
 
 def run(ops: Sequence[str], shapes: Sequence[str], dtypes: Sequence[str], arch: str | None) -> None:
@@ -29,7 +29,7 @@ def run(ops: Sequence[str], shapes: Sequence[str], dtypes: Sequence[str], arch: 
 
         done = warmup(
             ops or None,
-            shapes=[parse_shape(shape) for shape in shapes] or SHAPES,
+            shapes=[parse_shape(shape) for shape in shapes] or None,
             dtypes=[torch_dtype(dtype) for dtype in dtypes] or DTYPES,
             arch=arch,
             progress=show,

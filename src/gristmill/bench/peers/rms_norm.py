@@ -1,61 +1,15 @@
-"""Gristmill and the implementations it is measured against, each behind one small adapter.
-
-A peer takes part when it can be imported and runs on the device. Every adapter function takes the
-op's positional arguments (for a backward also `rstd`, see `inputs.saved`) and does the same work:
-the same inputs read, the same outputs written, casting once. Where a peer has a faster mode with
-another contract (writing over its input), the functional mode is the one measured.
-"""
+"""RMSNorm: forward, with residual, backward."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gristmill.bench.inputs import Arguments
-from gristmill.bench.suites import OPS, known
-from gristmill.ops.registry import OPS as REGISTRY
-
-Function = Callable[..., Any]
-Sets = Sequence[Arguments]
-
-
-@dataclass(frozen=True)
-class Peer:
-    """One library: how to find it, and per task name a builder of the function to call.
-
-    A builder is called once per task with all sets of arguments that will be used, so that it can
-    import or allocate outside what is timed; it returns what is called with each set.
-    """
-
-    name: str
-    package: str
-    module: str
-    builders: Mapping[str, Callable[[Sets], Function]]
-    cpu: bool = False
-
-    def missing(self, device: torch.device) -> str | None:
-        """Why it cannot take part here, or None."""
-        if device.type == "cpu" and not self.cpu:
-            return "needs a GPU"
-        try:
-            importlib.import_module(self.module)
-        except Exception as error:  # a broken install fails in any way it likes
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            return f"cannot be imported: {first}"
-        return None
-
-    def version(self) -> str:
-        try:
-            return importlib.metadata.version(self.package)
-        except importlib.metadata.PackageNotFoundError:
-            return "unknown"
+from gristmill.bench.peers.peer import Builders, Function, Sets, compiled
+from gristmill.ops.registry import OPS
 
 
 def plain_forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -121,36 +75,29 @@ def _eager_backward(sets: Sets) -> Function:
     return run_autograd
 
 
-def _compiled(function: Function) -> Function:
-    # Every problem gets code of its own, as a model with one shape would: past a few shapes Dynamo
-    # would otherwise make the sizes symbolic, and then stop compiling altogether.
-    torch._dynamo.reset()
-    return torch.compile(function, fullgraph=True, dynamic=False)
-
-
 def _inductor_forward(sets: Sets) -> Function:
-    compiled = _compiled(plain_forward)
+    function = compiled(plain_forward)
 
     def run(x: Tensor, weight: Tensor, eps: float, *_: object) -> Any:
-        return compiled(x, weight, eps)
+        return function(x, weight, eps)
 
     return run
 
 
 def _inductor_add(sets: Sets) -> Function:
-    compiled = _compiled(plain_add)
+    function = compiled(plain_add)
 
     def run(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *_: object) -> Any:
-        return compiled(x, residual, weight, eps)
+        return function(x, residual, weight, eps)
 
     return run
 
 
 def _inductor_backward(sets: Sets) -> Function:
-    compiled = _compiled(plain_backward)
+    function = compiled(plain_backward)
 
     def run(dy: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> Any:
-        return compiled(dy, x, weight, rest[-1])
+        return function(dy, x, weight, rest[-1])
 
     return run
 
@@ -258,7 +205,7 @@ def _our_add(sets: Sets) -> Function:
 
 
 def _our_backward(sets: Sets) -> Function:
-    backward = REGISTRY["rms_norm_backward"].run
+    backward = OPS["rms_norm_backward"].run
 
     def run(*args: Any) -> Any:
         return backward(*args[:-1])  # all but rstd
@@ -266,56 +213,34 @@ def _our_backward(sets: Sets) -> Function:
     return run
 
 
-def _peer(
-    name: str, package: str, module: str, functions: Sequence[Any], *, cpu: bool = False
-) -> Peer:
-    return Peer(name, package, module, dict(zip(OPS, functions, strict=False)), cpu)
-
-
-GRISTMILL = _peer(
-    "gristmill", "gristmill", "gristmill", (_our_forward, _our_add, _our_backward), cpu=True
-)
-PEERS = {
-    peer.name: peer
-    for peer in (
-        _peer("eager", "torch", "torch", (_eager_forward, _eager_add, _eager_backward), cpu=True),
-        _peer(
-            "inductor",
-            "torch",
-            "torch._inductor",
-            (_inductor_forward, _inductor_add, _inductor_backward),
-            cpu=True,
-        ),
-        _peer(
-            "quack",
-            "quack-kernels",
-            "quack.rmsnorm",
-            (_quack_forward, _quack_add, _quack_backward),
-        ),
-        _peer(
-            "liger",
-            "liger-kernel",
-            "liger_kernel.ops.rms_norm",
-            (_liger_forward, _liger_add, _liger_backward),
-        ),
-        _peer(
-            "flashinfer",
-            "flashinfer-python",
-            "flashinfer.norm",
-            (_flashinfer_forward, _flashinfer_add),
-        ),
-    )
+BUILDERS: Builders = {
+    "gristmill": {
+        "rms_norm": _our_forward,
+        "add_rms_norm": _our_add,
+        "rms_norm_bwd": _our_backward,
+    },
+    "eager": {
+        "rms_norm": _eager_forward,
+        "add_rms_norm": _eager_add,
+        "rms_norm_bwd": _eager_backward,
+    },
+    "inductor": {
+        "rms_norm": _inductor_forward,
+        "add_rms_norm": _inductor_add,
+        "rms_norm_bwd": _inductor_backward,
+    },
+    "quack": {
+        "rms_norm": _quack_forward,
+        "add_rms_norm": _quack_add,
+        "rms_norm_bwd": _quack_backward,
+    },
+    "liger": {
+        "rms_norm": _liger_forward,
+        "add_rms_norm": _liger_add,
+        "rms_norm_bwd": _liger_backward,
+    },
+    "flashinfer": {
+        "rms_norm": _flashinfer_forward,
+        "add_rms_norm": _flashinfer_add,
+    },
 }
-
-
-def choose(names: Sequence[str], device: torch.device) -> tuple[list[Peer], dict[str, str]]:
-    """The peers that can take part, and for each of the others the reason.
-
-    No names means all. `none` means none, for a quick look at gristmill alone.
-    """
-    if list(names) == ["none"]:
-        return [], {}
-    wanted = [PEERS[known("peer", name, PEERS)] for name in names] or list(PEERS.values())
-    reasons = {peer.name: peer.missing(device) for peer in wanted}
-    here = [peer for peer in wanted if reasons[peer.name] is None]
-    return here, {name: reason for name, reason in reasons.items() if reason is not None}

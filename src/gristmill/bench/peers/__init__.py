@@ -1,0 +1,57 @@
+"""Gristmill and the implementations it is measured against, each behind small adapters.
+
+A peer takes part when it can be imported and runs on the device. Every adapter function takes the
+op's positional arguments (for some backwards also what their forward saved, see `inputs.saved`) and
+does the same work: the same inputs read, the same outputs written, casting once. Where a peer has a
+faster mode with another contract (writing over its input), the functional mode is the one measured.
+One module here per op family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from gristmill.bench.peers import cross_entropy, layer_norm, rms_norm, softmax
+from gristmill.bench.peers.peer import Builder, Function, Peer, Sets
+from gristmill.bench.suites import known
+
+__all__ = ["GRISTMILL", "PEERS", "Builder", "Function", "Peer", "Sets", "choose"]
+
+FAMILIES = (rms_norm, layer_norm, softmax, cross_entropy)
+
+
+def _peer(name: str, package: str, module: str, *, cpu: bool = False) -> Peer:
+    builders = {
+        task: builder
+        for family in FAMILIES
+        for task, builder in family.BUILDERS.get(name, {}).items()
+    }
+    return Peer(name, package, module, builders, cpu, cross_entropy.COARSE.get(name, frozenset()))
+
+
+GRISTMILL = _peer("gristmill", "gristmill", "gristmill", cpu=True)
+PEERS = {
+    peer.name: peer
+    for peer in (
+        _peer("eager", "torch", "torch", cpu=True),
+        _peer("inductor", "torch", "torch._inductor", cpu=True),
+        _peer("quack", "quack-kernels", "quack"),
+        _peer("liger", "liger-kernel", "liger_kernel.ops.rms_norm"),
+        _peer("flashinfer", "flashinfer-python", "flashinfer.norm"),
+    )
+}
+
+
+def choose(names: Sequence[str], device: torch.device) -> tuple[list[Peer], dict[str, str]]:
+    """The peers that can take part, and for each of the others the reason.
+
+    No names means all. `none` means none, for a quick look at gristmill alone.
+    """
+    if list(names) == ["none"]:
+        return [], {}
+    wanted = [PEERS[known("peer", name, PEERS)] for name in names] or list(PEERS.values())
+    reasons = {peer.name: peer.missing(device) for peer in wanted}
+    here = [peer for peer in wanted if reasons[peer.name] is None]
+    return here, {name: reason for name, reason in reasons.items() if reason is not None}

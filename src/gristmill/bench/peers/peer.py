@@ -1,0 +1,76 @@
+"""A library to be measured against, and what the adapters of all op families share."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gristmill.bench.inputs import Arguments
+
+Function = Callable[..., Any]
+Sets = Sequence[Arguments]
+# Called once per task with all sets of arguments that will be used, so that it can import or
+# allocate outside what is timed; returns what is called with each set.
+Builder = Callable[[Sets], Function]
+# Per peer and task name. A peer with several ways to do a task has a builder for each, by name.
+Builders = Mapping[str, Mapping[str, Builder | Mapping[str, Builder]]]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One library: how to find it, and how it does the tasks that it can do.
+
+    `coarse`: tasks in which it rounds in between, so that its results are off by more.
+    """
+
+    name: str
+    package: str
+    module: str
+    builders: Mapping[str, Builder | Mapping[str, Builder]]
+    cpu: bool = False
+    coarse: frozenset[str] = frozenset()
+
+    def implementations(self, task: str) -> dict[str, Builder]:
+        """Its builders for a task by the names they have in results: quack, quack_one_pass."""
+        found = self.builders.get(task, {})
+        if isinstance(found, Mapping):
+            return {f"{self.name}_{way}": builder for way, builder in found.items()}
+        return {self.name: found}
+
+    def missing(self, device: torch.device) -> str | None:
+        """Why it cannot take part here, or None."""
+        if device.type == "cpu" and not self.cpu:
+            return "needs a GPU"
+        try:
+            importlib.import_module(self.module)
+        except Exception as error:  # a broken install fails in any way it likes
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            return f"cannot be imported: {first}"
+        return None
+
+    def version(self) -> str:
+        try:
+            return importlib.metadata.version(self.package)
+        except importlib.metadata.PackageNotFoundError:
+            return "unknown"
+
+
+def compiled(function: Function) -> Function:
+    """`function` through Inductor, for one problem."""
+    # Every problem gets code of its own, as a model with one shape would: past a few shapes Dynamo
+    # would otherwise make the sizes symbolic, and then stop compiling altogether.
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, dynamic=False)
+
+
+def ahead(sets: Sets, position: int, make: Callable[[Arguments], Any]) -> dict[int, Any]:
+    """What `make` gives for each set, by the address of the set's tensor at `position`.
+
+    For what an adapter needs beside the arguments, made outside what is timed.
+    """
+    return {args[position].data_ptr(): make(args) for args in sets}
