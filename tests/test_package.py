@@ -24,7 +24,7 @@ LAYERS = (
     ("formats",),
     ("kernels",),
     ("ops",),
-    ("nvfp4", "runners", "checkpoints"),
+    ("distributed", "nvfp4", "runners", "checkpoints"),
     ("nn",),
     ("integrations",),
     ("explain", "warmup"),

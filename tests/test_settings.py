@@ -27,6 +27,7 @@ def test_defaults() -> None:
     assert found.cache_dir == Path("/home/someone/.cache/gristmill")
     assert (found.jit, found.table, found.log, dict(found.use)) == (True, True, "warning", {})
     assert found.vllm == frozenset()
+    assert found.debug is False
 
 
 def test_each_variable_is_read(environment) -> None:
@@ -36,6 +37,7 @@ def test_each_variable_is_read(environment) -> None:
     environment.setenv("GRISTMILL_TABLE", "OFF")
     environment.setenv("GRISTMILL_LOG", "debug")
     environment.setenv("GRISTMILL_VLLM", "nvfp4, Norms,")
+    environment.setenv("GRISTMILL_DEBUG", "1")
     found = reload_settings()
     assert found.cache_dir == Path("/home/someone/kernels")
     assert found.jit is False
@@ -43,6 +45,7 @@ def test_each_variable_is_read(environment) -> None:
     assert found.table is False
     assert found.log == "debug"
     assert found.vllm == {"norms", "nvfp4"}
+    assert found.debug is True
     assert logger.getEffectiveLevel() == logging.DEBUG
 
 

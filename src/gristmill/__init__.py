@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from gristmill import errors, nn, nvfp4
+from gristmill.distributed import vocab_parallel_cross_entropy
 from gristmill.explain import explain
+from gristmill.ops.cross_entropy import cross_entropy
 from gristmill.ops.inline import inline
+from gristmill.ops.layer_norm import add_layer_norm, layer_norm
+from gristmill.ops.linear_cross_entropy import linear_cross_entropy
 from gristmill.ops.rms_norm import add_rms_norm, fused_add_rms_norm_, rms_norm
+from gristmill.ops.softmax import log_softmax, softmax
 from gristmill.runners import Nvfp4LinearRunner, Nvfp4MoeRunner, register_runner
 from gristmill.select import counters, use
 from gristmill.version import __version__
@@ -15,16 +20,23 @@ __all__ = [
     "Nvfp4LinearRunner",
     "Nvfp4MoeRunner",
     "__version__",
+    "add_layer_norm",
     "add_rms_norm",
     "counters",
+    "cross_entropy",
     "errors",
     "explain",
     "fused_add_rms_norm_",
     "inline",
+    "layer_norm",
+    "linear_cross_entropy",
+    "log_softmax",
     "nn",
     "nvfp4",
     "register_runner",
     "rms_norm",
+    "softmax",
     "use",
+    "vocab_parallel_cross_entropy",
     "warmup",
 ]

@@ -66,6 +66,10 @@ class DoubleBackwardError(GristmillError, RuntimeError):
     """The gradient of a gradient was asked of an op that has none."""
 
 
+class GradientConsumed(GristmillError, RuntimeError):  # noqa: N818
+    """A gradient made by a one-pass op was asked for twice; it was handed out the first time."""
+
+
 class CheckpointError(GristmillError, ValueError):
     """A checkpoint cannot be read or written; the message names the file and the tensor."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from gristmill.errors import ArgumentError
 from gristmill.formats.nvfp4 import NVFP4Tensor, PackedNVFP4
 from gristmill.ops.registry import OPS
@@ -30,6 +32,10 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     found = next((one for one in OPS.values() if one.function is op), OPS.get(name))
     if found is None:
         raise ArgumentError(f"explain: there is no op {name!r}; there are: {', '.join(OPS)}")
+    into_fp8 = OPS.get(f"{found.name}_fp8")
+    if into_fp8 is not None and kwargs.get("out_dtype") is torch.float8_e4m3fn:
+        # One function, but an op of its own.
+        found, op = into_fp8, into_fp8.overload
     whole = any(isinstance(value, WEIGHTS) for value in (*args, *kwargs.values()))
     if found.adapt is not None and (whole or not isinstance(op, str)):
         args, kwargs = found.adapt(*args, **kwargs), {}

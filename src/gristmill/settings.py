@@ -66,7 +66,13 @@ VLLM = Variable(
     "",
     "what vLLM takes from gristmill without being asked: its RMSNorm, its NVFP4 layers",
 )
-VARIABLES = (CACHE_DIR, JIT, USE, TABLE, LOG, VLLM)
+DEBUG = Variable(
+    "GRISTMILL_DEBUG",
+    "0|1",
+    "0",
+    "1 stops at a target that is no class, where loss and gradient would be NaN",
+)
+VARIABLES = (CACHE_DIR, JIT, USE, TABLE, LOG, VLLM, DEBUG)
 
 VLLM_PARTS = ("norms", "nvfp4")
 
@@ -81,6 +87,7 @@ class Settings:
     table: bool
     log: str
     vllm: frozenset[str]
+    debug: bool = False
 
 
 _current: Settings | None = None
@@ -116,6 +123,7 @@ def _parse(environment: Mapping[str, str]) -> Settings:
         table=_word(environment, TABLE) == "on",
         log=_word(environment, LOG),
         vllm=_vllm(_text(environment, VLLM)),
+        debug=_word(environment, DEBUG) == "1",
     )
 
 

@@ -21,10 +21,10 @@ from gristmill.select.chooser import Choice, ranked
 from gristmill.select.device import KNOWN, Device, device_of
 from gristmill.select.problem import HINTS, Problem
 
-# Row lengths that cover the kernels of common models: head sizes, then hidden sizes. A kernel
-# serves a range of lengths, so these few leave little uncompiled.
+# Row lengths that cover the kernels of common models: head sizes, then hidden sizes; for losses the
+# sizes of vocabularies. A kernel serves a range of lengths, so these few leave little uncompiled.
 COLUMNS = (64, 128, 256, 512, 1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 12288, 16384)
-SHAPES = tuple((rows, columns) for columns in COLUMNS for rows in HINTS)
+VOCABULARIES = (32000, 32768, 50257, 128256, 151936, 262144)
 DTYPES = (torch.bfloat16,)
 
 
@@ -47,13 +47,15 @@ Progress = Callable[[Warmed, int, int], None]
 def warmup(
     ops: str | Iterable[str] | None = None,
     *,
-    shapes: Sequence[tuple[int, ...]] = SHAPES,
+    shapes: Sequence[tuple[int, ...]] | None = None,
     dtypes: Sequence[torch.dtype] = DTYPES,
     device: torch.device | str | None = None,
     arch: str | None = None,
     progress: Progress | None = None,
 ) -> list[Warmed]:
     """Compile what calls of `ops` (default: all) at `shapes` and `dtypes` will run.
+
+    Without `shapes`: at the row lengths of common models, for cross entropy at vocabularies.
 
     For the GPU `device` (default: the current one) kernels are also loaded, so that a first call
     finds them ready. With `arch` ("sm_90a") they are only compiled into the cache, for a GPU that
@@ -81,6 +83,13 @@ def warmup(
         if progress is not None:
             progress(warmed, number, len(jobs))
     return done
+
+
+def default_shapes(op: str) -> tuple[tuple[int, int], ...]:
+    """What an op is warmed up for unless shapes are given."""
+    loss = "cross_entropy" in op or op == "scale_gradient_"
+    lengths = VOCABULARIES if loss else COLUMNS
+    return tuple((rows, columns) for columns in lengths for rows in HINTS)
 
 
 def target_device(arch: str) -> Device:
@@ -116,7 +125,7 @@ def _names(ops: str | Iterable[str] | None) -> list[str]:
 
 def _jobs(
     names: Sequence[str],
-    shapes: Sequence[tuple[int, ...]],
+    shapes: Sequence[tuple[int, ...]] | None,
     dtypes: Sequence[torch.dtype],
     target: Device,
 ) -> dict[Program, tuple[Problem, Choice]]:
@@ -125,7 +134,7 @@ def _jobs(
     for name in names:
         op = OPS[name]
         for dtype in dtypes:
-            for shape in shapes:
+            for shape in default_shapes(name) if shapes is None else shapes:
                 problem = op.problem(*op.example(shape, dtype, "meta"), device=target)
                 try:
                     choice = ranked(op.name, op.variants, problem)[0]

@@ -20,9 +20,29 @@ CASES = [
     for case in op.cases()
 ]
 ALL_OPS = [pytest.param(op, id=op.name) for op in OPS.values()]
+# Norms into FP8, whose results are of several kinds.
+FP8_NAMES = [name for name in OPS if name.endswith("_fp8")]
 # Those that work on rows of any length and have kernels of ours.
-ROW_NAMES = [name for name in OPS if "rms_norm" in name]
+ROW_NAMES = [
+    name for name in OPS if "rms_norm" in name or "layer_norm" in name if name not in FP8_NAMES
+]
 ROW_OPS = [pytest.param(OPS[name], id=name) for name in ROW_NAMES]
+FP8_OPS = [pytest.param(OPS[name], id=name) for name in FP8_NAMES]
+NORM_OPS = [*ROW_OPS, *FP8_OPS]
+SOFTMAX_NAMES = [name for name in OPS if "softmax" in name]
+SOFTMAX_OPS = [pytest.param(OPS[name], id=name) for name in SOFTMAX_NAMES]
+KERNEL_OPS = [*NORM_OPS, *SOFTMAX_OPS]
+
+# Rows of logits, or of their gradient.
+ENTROPY_NAMES = [
+    name for name in OPS if name.startswith("cross_entropy") or name == "scale_gradient_"
+]
+
+
+def rows_of(op: Op, args: tuple[Any, ...]) -> torch.Tensor:
+    """The argument whose rows the op works on."""
+    rows: torch.Tensor = args[2] if op.name == "cross_entropy_backward" else args[0]
+    return rows
 
 
 def composed(
@@ -30,7 +50,8 @@ def composed(
 ) -> bool | torch.dtype:
     """Whether, and to which dtype, a variant rounds what it puts its result together from.
 
-    torch's backward kernel of RMSNorm knows no dsum: it is added to what that kernel has rounded.
+    torch's backward kernels of norms know no dsum: it is added to what that kernel has rounded.
+    torch's layer_norm rounds the mean of a row.
     torch's grouped mm gives bf16, and with scales of their own the rows of a weight do not stay
     exact in 16 bits; on a CPU both are fp32.
     """
@@ -39,6 +60,9 @@ def composed(
     if op.name in ("nvfp4_linear_backward", "nvfp4_moe", "nvfp4_moe_backward"):
         dtype: torch.dtype = args[0].dtype
         return dtype if (device or args[0].device.type) == "cuda" else False
+    if "layer_norm" in op.name:
+        dsum = op.name == "layer_norm_backward" and args[3] is not None
+        return True if dsum else torch.promote_types(args[0].dtype, torch.float32)
     return op.name == "rms_norm_backward"
 
 

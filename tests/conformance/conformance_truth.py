@@ -9,7 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import conformance_truth_cross_entropy as entropy
+import conformance_truth_fp8 as fp8
+import conformance_truth_linear_cross_entropy as linear_entropy
+import conformance_truth_norms as norms
 import conformance_truth_nvfp4 as nvfp4
+import conformance_truth_softmax as softmax
 import torch
 from conformance_truth_core import BEFORE_ROUNDING, Truth, accumulator_of, unit
 
@@ -25,6 +30,10 @@ def results_of(name: str, args: tuple[Any, ...], returned: Any) -> list[Tensor]:
     """The results of a call as a list: what it returned, else what it has written."""
     if name == "fused_add_rms_norm_":
         return [args[0], args[1]]
+    if name == "scale_gradient_":
+        return [args[0]]
+    if name == "cross_entropy_one_pass_":
+        return [*returned, args[0]]
     return [returned] if isinstance(returned, Tensor) else list(returned)
 
 
@@ -164,8 +173,27 @@ TRUTHS: dict[str, Callable[..., list[Truth]]] = {
     "add_rms_norm": _add_rms_norm,
     "fused_add_rms_norm_": _fused_add_rms_norm_,
     "rms_norm_backward": _rms_norm_backward,
+    "rms_norm_fp8": fp8.forward(_rms_norm, tensors=2),
+    "add_rms_norm_fp8": fp8.forward(_add_rms_norm, tensors=3),
+    "layer_norm": norms.layer_norm,
+    "add_layer_norm": norms.add_layer_norm,
+    "layer_norm_backward": norms.layer_norm_backward,
+    "layer_norm_fp8": fp8.forward(norms.layer_norm, tensors=3),
+    "add_layer_norm_fp8": fp8.forward(norms.add_layer_norm, tensors=4),
+    "cross_entropy": entropy.cross_entropy,
+    "cross_entropy_one_pass": entropy.cross_entropy_one_pass,
+    "cross_entropy_one_pass_": entropy.cross_entropy_one_pass,
+    "cross_entropy_backward": entropy.cross_entropy_backward,
+    "cross_entropy_shard": entropy.cross_entropy_shard,
+    "scale_gradient_": entropy.scale_gradient_,
+    "linear_cross_entropy": linear_entropy.forward,
+    "linear_cross_entropy_backward": linear_entropy.backward,
     "nvfp4_linear": nvfp4.linear,
     "nvfp4_linear_backward": nvfp4.linear_backward,
     "nvfp4_moe": nvfp4.moe,
     "nvfp4_moe_backward": nvfp4.moe_backward,
+    "softmax": softmax.softmax,
+    "log_softmax": softmax.log_softmax,
+    "softmax_backward": softmax.softmax_backward,
+    "log_softmax_backward": softmax.log_softmax_backward,
 }

@@ -28,13 +28,17 @@ def unit(dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True)
 class Truth:
-    """One result: what it must be, and the size of its terms. `exact`: not a bit may differ."""
+    """One result: what it must be, and the size of its terms. `exact`: not a bit may differ.
+
+    `composed_terms`: the terms where the result is put together from rounded results, if larger.
+    """
 
     low: Tensor
     high: Tensor
     terms: Tensor
     accumulator: torch.dtype
     exact: bool = False
+    composed_terms: Tensor | None = None
 
     def roundings(self, actual: Tensor, *, composed: bool | torch.dtype = False) -> float:
         """The largest error of `actual`, in roundings.
@@ -53,10 +57,11 @@ class Truth:
             return 0.0 if not bool(error.any()) else float("inf")
         size = torch.maximum(self.low.abs(), self.high.abs())
         size = size.clamp(min=torch.finfo(actual.dtype).tiny)
-        each = self.accumulator
+        each, terms = self.accumulator, self.terms
         if composed:
             each = composed if isinstance(composed, torch.dtype) else actual.dtype
-        allowed = unit(actual.dtype) * size + unit(each) * self.terms
+            terms = terms if self.composed_terms is None else self.composed_terms
+        allowed = unit(actual.dtype) * size + unit(each) * terms
         return float((error / allowed).max())
 
 

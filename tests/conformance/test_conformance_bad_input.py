@@ -23,6 +23,7 @@ from gristmill.errors import (
     UnknownVariant,
     VariantUnavailable,
 )
+from gristmill.ops.layer_norm import layer_norm_backward
 from gristmill.ops.op import Op
 from gristmill.ops.registry import OPS
 from gristmill.ops.rms_norm import rms_norm_backward
@@ -33,6 +34,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "add_rms_norm": gristmill.add_rms_norm,
     "fused_add_rms_norm_": gristmill.fused_add_rms_norm_,
     "rms_norm_backward": rms_norm_backward,
+    "layer_norm": gristmill.layer_norm,
+    "add_layer_norm": gristmill.add_layer_norm,
+    "layer_norm_backward": layer_norm_backward,
 }
 KEYWORD_ONLY = ("weight_offset", "casting", "out_dtype")
 
@@ -46,12 +50,12 @@ def call(op: Op, values: dict[str, Any]) -> Any:
     positional = [
         value
         for name, value in values.items()
-        if name not in KEYWORD_ONLY or op.name == "rms_norm_backward"
+        if name not in KEYWORD_ONLY or op.name.endswith("_backward")
     ]
     keywords = {
         name: value
         for name, value in values.items()
-        if name in KEYWORD_ONLY and op.name != "rms_norm_backward"
+        if name in KEYWORD_ONLY and not op.name.endswith("_backward")
     }
     return FUNCTIONS[op.name](*positional, **keywords)
 
@@ -77,7 +81,7 @@ ROW_TENSORS = ("x", "residual", "dy", "dsum")
 WRONG: list[tuple[str, Any, type[GristmillError], list[str]]] = [
     *(
         case
-        for name in (*ROW_TENSORS, "weight")
+        for name in (*ROW_TENSORS, "weight", "bias")
         for case in (
             (name, [1.0] * 8, DtypeError, [TENSOR, "list"]),
             (name, 3.0, DtypeError, [TENSOR, "float"]),
@@ -103,10 +107,16 @@ WRONG: list[tuple[str, Any, type[GristmillError], list[str]]] = [
             (name, torch.ones(4, 8, device="meta"), ArgumentError, ["on meta", "on cpu"]),
         )
     ),
-    ("weight", torch.ones(7), ArgumentError, [r"shape \(8,\)", "last dim of x", r"got \(7,\)"]),
-    ("weight", torch.ones(4, 8), ArgumentError, [r"shape \(8,\)", r"got \(4, 8\)"]),
-    ("weight", torch.tensor(1.0), ArgumentError, [r"shape \(8,\)", r"got \(\)"]),
-    ("weight", torch.ones(8, device="meta"), ArgumentError, ["on meta", "x on cpu", "one device"]),
+    *(
+        case
+        for name in ("weight", "bias")
+        for case in (
+            (name, torch.ones(7), ArgumentError, [r"shape \(8,\)", "last dim of x", r"\(7,\)"]),
+            (name, torch.ones(4, 8), ArgumentError, [r"shape \(8,\)", r"got \(4, 8\)"]),
+            (name, torch.tensor(1.0), ArgumentError, [r"shape \(8,\)", r"got \(\)"]),
+            (name, torch.ones(8, device="meta"), ArgumentError, ["on meta", "x on cpu", "one dev"]),
+        )
+    ),
     ("eps", -1e-6, ArgumentError, ["at least 0", "got -1e-06"]),
     ("eps", float("nan"), ArgumentError, ["finite", "got nan"]),
     ("eps", float("inf"), ArgumentError, ["finite", "got inf"]),
@@ -128,6 +138,9 @@ WRONG: list[tuple[str, Any, type[GristmillError], list[str]]] = [
     ("out_dtype", "float32", DtypeError, [FLOATS, "got str"]),
     ("weight_grad", "yes", DtypeError, ["True or False", "got str"]),
     ("weight_grad", None, DtypeError, ["True or False", "got NoneType"]),
+    ("bias_dtype", torch.int8, DtypeError, [FLOATS, "int8"]),
+    ("bias_dtype", "float32", DtypeError, [FLOATS, "got str"]),
+    ("bias_dtype", torch.ones(8), DtypeError, [FLOATS, "got Tensor"]),
 ]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conformance_helpers import ROW_OPS, allowed, copied
+from conformance_helpers import KERNEL_OPS, allowed, copied
 from conformance_truth import results_of, truth_of
 
 import gristmill
@@ -34,7 +34,7 @@ def fallbacks() -> dict[str, int]:
 
 
 @pytest.mark.parametrize("error", [CompilerUnavailable(ADVICE), DriverError(ADVICE)], ids=repr)
-@pytest.mark.parametrize("op", ROW_OPS)
+@pytest.mark.parametrize("op", KERNEL_OPS)
 def test_without_kernels_the_next_best_runs_with_one_warning_each(
     op: Op,
     error: Exception,
@@ -74,7 +74,7 @@ def test_without_kernels_the_next_best_runs_with_one_warning_each(
             assert truth.roundings(result) <= 2.0
 
 
-@pytest.mark.parametrize("op", ROW_OPS)
+@pytest.mark.parametrize("op", KERNEL_OPS)
 def test_asked_for_by_name_it_raises_what_is_missing(
     op: Op, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,7 +105,7 @@ class _Crowded:
 
 
 @pytest.mark.parametrize("shape", [(8, 256), (64, 65536)], ids=["short", "long"])
-@pytest.mark.parametrize("op", ROW_OPS)
+@pytest.mark.parametrize("op", KERNEL_OPS)
 def test_no_room_on_the_device_is_found_out_before_a_launch(
     op: Op, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,7 +125,7 @@ def test_no_room_on_the_device_is_found_out_before_a_launch(
                 resolve(op.name, op.variants, problem)
 
 
-@pytest.mark.parametrize("op", ROW_OPS)
+@pytest.mark.parametrize("op", KERNEL_OPS)
 def test_a_kernel_that_may_not_be_compiled_never_degrades(
     op: Op, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,7 +165,7 @@ def _forget() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("nothing_loaded")
-@pytest.mark.parametrize("op", ROW_OPS)
+@pytest.mark.parametrize("op", KERNEL_OPS)
 def test_without_nvrtc(
     op: Op, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -195,7 +195,7 @@ def test_without_nvrtc(
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("nothing_loaded")
-@pytest.mark.parametrize("op", ROW_OPS)
+@pytest.mark.parametrize("op", KERNEL_OPS)
 def test_jit_off(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     args = op.example((8, 256), torch.bfloat16, "cuda")
     monkeypatch.setenv("GRISTMILL_JIT", "off")

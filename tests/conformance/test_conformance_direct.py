@@ -96,6 +96,8 @@ def test_both_routes_give_the_same_bits(name: str, device: str) -> None:
         direct, registered = op.run(*one), op.overload(*other)
         if name == "fused_add_rms_norm_":
             direct, registered = one[:2], other[:2]
+        elif name == "scale_gradient_":
+            direct, registered = one[:1], other[:1]
         if isinstance(direct, torch.Tensor):
             direct, registered = (direct,), (registered,)
         for left, right in zip(direct, registered, strict=True):

@@ -80,8 +80,16 @@ def calls(draw: Any) -> tuple[str, tuple[Any, ...]]:
         return name, (x, other, weight, eps, offset, casting, out)
     if name == "fused_add_rms_norm_":
         return name, (x, other, weight, eps)
+    bias = tensor(shape[-1]) if draw(st.booleans()) else None
+    if name == "layer_norm":
+        return name, (x, weight, bias, eps, offset, out)
+    if name == "add_layer_norm":
+        return name, (x, other, weight, bias, eps, offset, out)
     dsum = extra.to(x.dtype) if draw(st.booleans()) else None
     weight_grad = weight is not None and draw(st.booleans())
+    if name == "layer_norm_backward":
+        bias_dtype = None if bias is None else bias.dtype
+        return name, (other, x, weight, dsum, eps, offset, weight_grad, bias_dtype)
     return name, (other, x, weight, dsum, eps, offset, weight_grad)
 
 

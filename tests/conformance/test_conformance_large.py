@@ -54,14 +54,17 @@ def taken(args: tuple[Any, ...], rows: torch.Tensor) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
-@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "fused_add_rms_norm_"])
+@pytest.mark.parametrize(
+    "name", ["rms_norm", "add_rms_norm", "fused_add_rms_norm_", "layer_norm", "add_layer_norm"]
+)
 def test_forward(name: str, shape: tuple[int, int]) -> None:
     op, rows = OPS[name], sampled(shape)
-    tensors = [random(shape, seed) for seed in range(1 if name == "rms_norm" else 2)]
-    weight = random(shape[-1:], 9)
-    options = (1e-6,) if name == "fused_add_rms_norm_" else (1e-6, 0.0, "once", None)
+    tensors = [random(shape, seed) for seed in range(2 if "add_" in name else 1)]
+    affine = [random(shape[-1:], seed) for seed in ((9, 10) if "layer_norm" in name else (9,))]
+    casting = () if "layer_norm" in name else ("once",)
+    options = (1e-6,) if name == "fused_add_rms_norm_" else (1e-6, 0.0, *casting, None)
     originals = [tensor.clone() for tensor in tensors] if len(options) == 1 else tensors
-    args = (*tensors, weight, *options)
+    args = (*tensors, *affine, *options)
     truths = truth_of(name, taken(args, rows))
     for variant in supporting(op, args):
         if not variant.name.startswith("cuda_"):
@@ -76,29 +79,34 @@ def test_forward(name: str, shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
-def test_backward(shape: tuple[int, int]) -> None:
-    op, rows = OPS["rms_norm_backward"], sampled(shape)
+@pytest.mark.parametrize("name", ["rms_norm_backward", "layer_norm_backward"])
+def test_backward(name: str, shape: tuple[int, int]) -> None:
+    op, rows = OPS[name], sampled(shape)
     dy, x = random(shape, 0), random(shape, 1)
     weight = random(shape[-1:], 9).float()
-    args = (dy, x, weight, None, 1e-6, 0.0, True)
+    centered = name == "layer_norm_backward"
+    args = (dy, x, weight, None, 1e-6, 0.0, True, *([torch.float32] if centered else []))
     dx_truth = truth_of(op.name, taken(args, rows))[0]
-    total = terms = torch.zeros((), device="cuda", dtype=torch.float64)
+    zero = torch.zeros((), device="cuda", dtype=torch.float64)
+    totals, terms = [zero, zero], [zero, zero]  # of the weight's gradient, and of the bias's
     step = max(1, (1 << 25) // shape[-1])
     for start in range(0, shape[0], step):
         piece = slice(start, start + step)
         h, d = x[piece].double(), dy[piece].double()
+        h = h - h.mean(-1, keepdim=True) if centered else h
         products = d * h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6)
-        total = total + products.sum(0)
-        terms = terms + products.abs().sum(0)
+        totals = [total + one.sum(0) for total, one in zip(totals, (products, d), strict=True)]
+        terms = [term + one.abs().sum(0) for term, one in zip(terms, (products, d), strict=True)]
     unit = torch.finfo(torch.float32).eps / 2
     for variant in supporting(op, args):
         if not variant.name.startswith("cuda_"):
             continue
-        dx, dweight = run_by(op, variant.name, args)
+        dx, *gradients = run_by(op, variant.name, args)
         assert dx_truth.roundings(dx[rows]) <= ROUNDINGS, variant.name
-        error = (dweight.double() - total).abs() / (unit * (total.abs() + terms))
-        assert float(error.max()) <= ROUNDINGS, variant.name
-        del dx, dweight
+        for gradient, total, term in zip(gradients, totals, terms, strict=False):
+            error = (gradient.double() - total).abs() / (unit * (total.abs() + term))
+            assert float(error.max()) <= ROUNDINGS, variant.name
+        del dx, gradients
 
 
 def test_strided_rows_far_apart() -> None:

@@ -1,4 +1,4 @@
-"""gristmill.nn.RMSNorm in the place of torch.nn.RMSNorm."""
+"""gristmill.nn.RMSNorm and LayerNorm in the place of torch.nn's."""
 
 from __future__ import annotations
 
@@ -13,54 +13,78 @@ from conformance_helpers import DEVICES, same_bits
 import gristmill
 from gristmill.errors import GristmillError
 
+KINDS = ["RMSNorm", "LayerNorm"]
+over_kinds = pytest.mark.parametrize("kind", KINDS)
 
-def both(*args: Any, **kwargs: Any) -> tuple[gristmill.nn.RMSNorm, torch.nn.RMSNorm]:
-    ours, theirs = gristmill.nn.RMSNorm(*args, **kwargs), torch.nn.RMSNorm(*args, **kwargs)
-    if theirs.weight is not None:
-        torch.nn.init.normal_(theirs.weight)
-        ours.load_state_dict(theirs.state_dict())
+
+def both(kind: str, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """Ours and torch's, with the same random parameters."""
+    ours, theirs = (getattr(module, kind)(*args, **kwargs) for module in (gristmill.nn, torch.nn))
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter)
+    ours.load_state_dict(theirs.state_dict())
     return ours, theirs
 
 
-def test_it_is_torchs_class_with_the_same_words() -> None:
-    ours, theirs = both(16, eps=1e-5)
-    assert isinstance(ours, torch.nn.RMSNorm)
+def gradients(norm: torch.nn.Module) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in norm.parameters() if parameter.grad is not None]
+
+
+@over_kinds
+def test_it_is_torchs_class_with_the_same_words(kind: str) -> None:
+    ours, theirs = both(kind, 16, eps=1e-4)
+    assert isinstance(ours, getattr(torch.nn, kind))
     assert ours.extra_repr() == theirs.extra_repr()
     assert repr(ours) == repr(theirs)
-    assert list(ours.state_dict()) == list(theirs.state_dict()) == ["weight"]
+    names = {"RMSNorm": ["weight"], "LayerNorm": ["weight", "bias"]}[kind]
+    assert list(ours.state_dict()) == list(theirs.state_dict()) == names
 
 
-def test_state_dicts_go_both_ways() -> None:
-    ours, theirs = both(16)
-    torch.nn.init.normal_(ours.weight)
+@over_kinds
+def test_state_dicts_go_both_ways(kind: str) -> None:
+    ours, theirs = both(kind, 16)
+    for parameter in ours.parameters():
+        torch.nn.init.normal_(parameter)
     theirs.load_state_dict(ours.state_dict())
-    assert same_bits(ours.weight.detach(), theirs.weight.detach())
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert same_bits(one.detach(), other.detach())
     x = torch.randn(3, 16)
     torch.testing.assert_close(ours(x), theirs(x))
+
+
+@over_kinds
+def test_a_fresh_module_starts_as_torchs_does(kind: str) -> None:
+    for options in ({}, {"elementwise_affine": False}, {"dtype": torch.bfloat16}):
+        ours, theirs = (getattr(module, kind)(8, **options) for module in (gristmill.nn, torch.nn))
+        assert ours.eps == theirs.eps
+        for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert same_bits(one.detach(), other.detach())
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("eps", [None, 1e-6, 0.1])
 @pytest.mark.parametrize("affine", [True, False])
+@over_kinds
 def test_results_and_gradients_are_torchs(
-    affine: bool, eps: float | None, dtype: torch.dtype, device: str
+    kind: str, affine: bool, eps: float | None, dtype: torch.dtype, device: str
 ) -> None:
     """In fp64, where both round alike; small inputs, so that eps shows."""
     torch.manual_seed(0)
-    ours, theirs = both(48, eps=eps, elementwise_affine=affine, device=device, dtype=dtype)
+    eps = 1e-5 if kind == "LayerNorm" and eps is None else eps
+    ours, theirs = both(kind, 48, eps=eps, elementwise_affine=affine, device=device, dtype=dtype)
     x = (torch.randn(2, 5, 48, device=device) * 1e-3).to(dtype)
-    results, gradients = [], []
+    results, slopes = [], []
     for norm in (ours, theirs):
         leaf = x.clone().requires_grad_()
         y = norm(leaf)
         assert y.dtype == dtype
         y.backward(torch.linspace(-1, 1, y.numel(), device=device).view(y.shape).to(dtype))
         results.append(y.detach())
-        gradients.append([leaf.grad] if norm.weight is None else [leaf.grad, norm.weight.grad])
+        slopes.append([leaf.grad, *gradients(norm)])
     rounding = torch.finfo(dtype).eps
     torch.testing.assert_close(results[0], results[1], rtol=2 * rounding, atol=2 * rounding)
-    for one, other in zip(*gradients, strict=True):
+    for one, other in zip(*slopes, strict=True):
         scale = float(other.abs().max())
         assert float((one - other).abs().max()) <= 4 * rounding * scale
 
@@ -68,38 +92,71 @@ def test_results_and_gradients_are_torchs(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", [(6,), (4, 6), (2, 4, 6)], ids=str)
 @pytest.mark.parametrize("leading", [(), (3,), (3, 2), (0,), (2, 1, 2, 3)], ids=str)
+@over_kinds
 def test_any_normalized_shape_and_leading_dims(
-    leading: tuple[int, ...], shape: tuple[int, ...], device: str
+    kind: str, leading: tuple[int, ...], shape: tuple[int, ...], device: str
 ) -> None:
-    ours, theirs = both(shape, device=device)
+    ours, theirs = both(kind, shape, device=device)
     x = torch.randn((*leading, *shape), device=device)
     y = ours(x)
     assert y.shape == x.shape
     torch.testing.assert_close(y, theirs(x))
     y.sum().backward()
     theirs(x).sum().backward()
+    for one, other in zip(gradients(ours), gradients(theirs), strict=True):
+        assert one.shape == shape
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@over_kinds
+def test_several_dims_of_a_view_that_cannot_be_flattened_in_place(kind: str) -> None:
+    ours, theirs = both(kind, (4, 6))
+    x = torch.randn(3, 6, 4).transpose(1, 2)
+    torch.testing.assert_close(ours(x), theirs(x))
+
+
+@pytest.mark.parametrize("shape", [(6,), (4, 6)], ids=str)
+def test_layer_norm_without_a_bias(shape: tuple[int, ...]) -> None:
+    ours, theirs = both("LayerNorm", shape, bias=False)
+    assert ours.bias is None
+    assert list(ours.state_dict()) == ["weight"]
+    x = torch.randn(5, *shape)
+    torch.testing.assert_close(ours(x), theirs(x))
+    ours(x).square().sum().backward()
+    theirs(x).square().sum().backward()
     torch.testing.assert_close(ours.weight.grad, theirs.weight.grad, rtol=1e-5, atol=1e-5)
 
 
-def test_several_dims_of_a_view_that_cannot_be_flattened_in_place() -> None:
-    ours, theirs = both((4, 6))
-    x = torch.randn(3, 6, 4).transpose(1, 2)
-    torch.testing.assert_close(ours(x), theirs(x))
+@pytest.mark.gpu
+def test_a_large_mean_costs_layer_norm_no_digits() -> None:
+    """By our kernels: torch's own rounds the mean."""
+    torch.manual_seed(0)
+    ours, _ = both("LayerNorm", 512, device="cuda")
+    x = torch.randn(7, 512, device="cuda") + 1e4
+    exact = torch.nn.functional.layer_norm(
+        x.double(), (512,), ours.weight.double(), ours.bias.double(), ours.eps
+    )
+    torch.testing.assert_close(ours(x).double(), exact, rtol=1e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize(
     ("normalized", "shape"), [(8, (3, 7)), ((4, 8), (3, 8, 4)), ((4, 8), (32,)), ((4, 8), (8,))]
 )
 @pytest.mark.parametrize("affine", [True, False])
-def test_an_input_of_the_wrong_shape(normalized: Any, shape: tuple[int, ...], affine: bool) -> None:
-    norm = gristmill.nn.RMSNorm(normalized, elementwise_affine=affine)
-    with pytest.raises(GristmillError, match=r"(RMSNorm: x must end in|rms_norm:).*8") as caught:
+@over_kinds
+def test_an_input_of_the_wrong_shape(
+    kind: str, normalized: Any, shape: tuple[int, ...], affine: bool
+) -> None:
+    norm = getattr(gristmill.nn, kind)(normalized, elementwise_affine=affine)
+    words = rf"({kind}: x must end in|(rms|layer)_norm:).*8"
+    with pytest.raises(GristmillError, match=words) as caught:
         norm(torch.randn(shape))
     assert isinstance(caught.value, ValueError)
 
 
-def test_a_model_survives_deepcopy_pickle_and_to() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), gristmill.nn.RMSNorm(8))
+@over_kinds
+def test_a_model_survives_deepcopy_pickle_and_to(kind: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), getattr(gristmill.nn, kind)(8))
     x = torch.randn(2, 8)
     expected = model(x)
     assert same_bits(copy.deepcopy(model)(x), expected)
@@ -107,8 +164,9 @@ def test_a_model_survives_deepcopy_pickle_and_to() -> None:
     assert model.to(torch.bfloat16)(x.bfloat16()).dtype == torch.bfloat16
 
 
-def test_an_optimizer_step_follows_torchs() -> None:
-    ours, theirs = both(32)
+@over_kinds
+def test_an_optimizer_step_follows_torchs(kind: str) -> None:
+    ours, theirs = both(kind, 32)
     x, target = torch.randn(16, 32), torch.randn(16, 32)
     for norm in (ours, theirs):
         optimizer = torch.optim.SGD(norm.parameters(), lr=0.5)
@@ -116,12 +174,24 @@ def test_an_optimizer_step_follows_torchs() -> None:
             optimizer.zero_grad()
             torch.nn.functional.mse_loss(norm(x), target).backward()
             optimizer.step()
-    torch.testing.assert_close(ours.weight, theirs.weight)
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
 
 
-def test_mixed_dtypes_of_input_and_weight() -> None:
-    norm = gristmill.nn.RMSNorm(16, dtype=torch.float32)
+@over_kinds
+def test_mixed_dtypes_of_input_and_weight(kind: str) -> None:
+    norm = getattr(gristmill.nn, kind)(16, dtype=torch.float32)
     x = torch.randn(3, 16).bfloat16()
     y = norm(x)
     assert y.dtype == torch.bfloat16
     torch.testing.assert_close(y.float(), norm(x.float()), rtol=1e-2, atol=1e-2)
+
+
+@over_kinds
+def test_compiled_it_is_one_graph(kind: str) -> None:
+    torch._dynamo.reset()
+    for shape in ((6,), (4, 6)):
+        norm, _ = both(kind, shape)
+        x = torch.randn(3, *shape)
+        compiled = torch.compile(norm, backend="aot_eager", fullgraph=True)
+        assert same_bits(compiled(x), norm(x))

@@ -20,6 +20,11 @@ NAMES = (
     "x bfloat16 weight float32",
     "x float64 weight float32",
     "x float16 weight float16 llama",
+    "x float32 weight bfloat16 bias float32",
+    "x bfloat16 weight None bias bfloat16",
+    "x float64 weight float16 bias None",
+    "x float16 weight None bias None",
+    "mean 1e4",
     "out float32",
     "offset",
     "eps none",
@@ -28,8 +33,11 @@ NAMES = (
     "columns strided",
     "expanded rows",
     "residual float32 x bfloat16",
+    "a scale per row, amax",
+    "given scale",
     "dsum",
     "frozen weight",
+    "frozen bias",
     "expanded dy",
     "vector by 48x32",
     "2x3 by 33x80",
@@ -45,7 +53,34 @@ NAMES = (
     "swiglu_oai float16 limit",
     "gelu float64",
     "some missing",
+    "0x64 none",
+    "float32 mean",
+    "bfloat16 sum",
+    "float16 none",
+    "float64 mean",
+    "targets of 32 bits",
+    "ignored rows, lse wanted",
+    "weights of float32",
+    "smoothing and weights",
+    "everything",
+    "dlse",
+    "one of two shards, smoothing",
+    "chunks of four, all options",
+    "chunks, weight frozen",
+    "class weights",
+    "5x7, 3 shards",
+    "softcap, 1 shards",
     "mapped",
+    "float64 521",
+    "top_left 2x40x136",
+    "bottom_right 2x136x40",
+    "nobody",
+    "bool mask 2x1x1x64",
+    "mask of numbers 20x64",
+    "mask float64 x bfloat16",
+    "mask expanded, one column",
+    "mask and causal",
+    "dy float32",
 )
 ARGUMENTS = [
     pytest.param(op, name, id=f"{op.name}-{name}".replace(" ", "_"))
@@ -57,6 +92,13 @@ ARGUMENTS = [
 TRAINED = {
     "rms_norm": ("x", "weight"),
     "add_rms_norm": ("x", "residual", "weight"),
+    "layer_norm": ("x", "weight", "bias"),
+    "add_layer_norm": ("x", "residual", "weight", "bias"),
+    "cross_entropy": ("logits",),
+    "cross_entropy_one_pass": ("logits",),
+    "linear_cross_entropy": ("x", "weight", "bias"),
+    "softmax": ("x", "mask"),
+    "log_softmax": ("x", "mask"),
     "nvfp4_linear": ("x", "bias"),
     "nvfp4_moe": ("hidden_states", "topk_weights"),
 }
@@ -89,7 +131,9 @@ def test_opcheck_with_gradients(op: Op, name: str, device: str) -> None:
     arguments = op.overload._schema.arguments
     args = tuple(
         arg.detach().requires_grad_()
-        if isinstance(arg, torch.Tensor) and argument.name in TRAINED[op.name]
+        if argument.name in TRAINED[op.name]
+        and isinstance(arg, torch.Tensor)
+        and arg.is_floating_point()
         else arg
         for arg, argument in zip(case_of(op, name).make(device, 0), arguments, strict=True)
     )

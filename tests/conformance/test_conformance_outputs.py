@@ -11,6 +11,7 @@ from conformance_helpers import (
     CASES,
     DEVICES,
     ROW_OPS,
+    SOFTMAX_OPS,
     allowed,
     composed,
     copied,
@@ -102,7 +103,7 @@ def _list(value: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     "shape", [(0,), (0, 8), (3, 0), (2, 0, 5), (0, 3, 16), (4, 0, 0), (2, 0, 2, 0, 64)]
 )
-@pytest.mark.parametrize("op", ROW_OPS)
+@pytest.mark.parametrize("op", [*ROW_OPS, *SOFTMAX_OPS])
 def test_nothing_to_do_is_done(op: Op, shape: tuple[int, ...], device: str) -> None:
     args = op.example(shape, torch.bfloat16, device)
     for variant in supporting(op, args):
@@ -130,7 +131,7 @@ EMPTY_VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("view", EMPTY_VIEWS.values(), ids=EMPTY_VIEWS.keys())
-@pytest.mark.parametrize("op", ROW_OPS)
+@pytest.mark.parametrize("op", [*ROW_OPS, *SOFTMAX_OPS])
 def test_nothing_to_do_in_any_layout(
     op: Op, view: Callable[[torch.Tensor], torch.Tensor], device: str
 ) -> None:
@@ -138,8 +139,11 @@ def test_nothing_to_do_in_any_layout(
     if op.name == "fused_add_rms_norm_" and 0 in rows.stride():
         rows = torch.empty(rows.shape, device=device)  # what is overwritten cannot be expanded
     weight = torch.ones(rows.shape[-1], device=device)
-    tensors = (rows,) if op.name == "rms_norm" else (rows, rows.clone())
-    args = (*tensors, weight, *op.example((1, 1), torch.float32, device)[len(tensors) + 1 :])
+    args = tuple(
+        (rows.clone() if arg.dim() == 2 else weight) if isinstance(arg, torch.Tensor) else arg
+        for arg in op.example((1, 1), torch.float32, device)
+    )
+    args = tuple(rows if at == 0 else arg for at, arg in enumerate(args))
     promised = op.outputs(*args)
     for variant in supporting(op, args):
         returned = run_by(op, variant.name, args)
@@ -184,7 +188,7 @@ def test_nan_and_inf_stay_in_their_row(
     op: Op, shape: tuple[int, ...], value: float, device: str
 ) -> None:
     args = op.example(shape, torch.bfloat16, device)
-    x = 1 if op.name == "rms_norm_backward" else 0
+    x = 1 if op.name.endswith("_backward") else 0
     spoiled = copied(args)
     spoiled[x][1, shape[-1] // 3] = value
     healthy = [row for row in range(shape[0]) if row != 1]
@@ -204,7 +208,7 @@ def test_nan_and_inf_stay_in_their_row(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", ROWS, ids=lambda shape: "x".join(map(str, shape)))
-@pytest.mark.parametrize("op", ROW_OPS)
+@pytest.mark.parametrize("op", [*ROW_OPS, *SOFTMAX_OPS])
 def test_a_row_does_not_depend_on_its_neighbours(
     op: Op, shape: tuple[int, ...], device: str
 ) -> None:

@@ -15,9 +15,13 @@ from conformance_helpers import (
     ALL_OPS,
     CASES,
     DEVICES,
+    ENTROPY_NAMES,
+    FP8_NAMES,
+    KERNEL_OPS,
     ROW_NAMES,
-    ROW_OPS,
+    SOFTMAX_NAMES,
     case_of,
+    rows_of,
     same_bits,
     supporting,
 )
@@ -230,7 +234,7 @@ def test_explain_tells_the_truth(op: Op, case: Case, device: str) -> None:
     explanation = gristmill.explain(op.name, *args)
     found = json.loads(json.dumps(explanation.as_dict()))
     assert found["op"] == op.name
-    assert found["rows"] == math.prod(args[0].shape[:-1])
+    assert found["rows"] == math.prod(rows_of(op, args).shape[:-1])
     assert found["dims"] == _dims(op, args)
     assert [row["variant"] for row in found["variants"]] == [one.name for one in op.variants]
     statuses = [row["status"] for row in found["variants"]]
@@ -242,9 +246,11 @@ def test_explain_tells_the_truth(op: Op, case: Case, device: str) -> None:
 
 def _dims(op: Op, args: tuple[Any, ...]) -> dict[str, int]:
     """The dimensions that a kernel may be specialised on."""
-    if op.name in ROW_NAMES:
-        return {"N": args[0].shape[-1]}
+    if op.name in (*ROW_NAMES, *FP8_NAMES, *SOFTMAX_NAMES, *ENTROPY_NAMES):
+        return {"N": rows_of(op, args).shape[-1]}
     named = dict(zip([one.name for one in op.overload._schema.arguments], args, strict=True))
+    if "linear_cross_entropy" in op.name:
+        return dict(zip(("V", "K"), named["weight"].shape, strict=True))
     if "nvfp4_linear" in op.name:
         rows, half = named["codes"].shape
         return {"N": rows, "K": 2 * half}
@@ -265,7 +271,7 @@ ARCHITECTURES = [pytest.param(device, id=arch) for arch, device in KNOWN.items()
 
 
 @pytest.mark.parametrize("device", ARCHITECTURES)
-@pytest.mark.parametrize("op", ROW_OPS)
+@pytest.mark.parametrize("op", KERNEL_OPS)
 def test_every_case_has_a_launchable_choice_on_every_gpu(op: Op, device: Any) -> None:
     empty = ((3, 0), (0,), (0, 8), (2, 0, 2, 0, 64))
     extra = [op.example(shape, torch.float32, "meta") for shape in empty]
@@ -303,7 +309,7 @@ def _check_launch(problem: Any, choice: Any, device: Any) -> None:
 
 
 @pytest.mark.parametrize("multiprocessors", [14, 58, 142])
-@pytest.mark.parametrize("op", ROW_OPS)
+@pytest.mark.parametrize("op", KERNEL_OPS)
 def test_no_variant_makes_way_for_one_that_cannot_run(op: Op, multiprocessors: int) -> None:
     """Too few SMs to share a long row: a block that reads it twice is still better than torch."""
     device = replace(KNOWN["sm_89"], multiprocessors=multiprocessors)
@@ -316,13 +322,13 @@ def test_no_variant_makes_way_for_one_that_cannot_run(op: Op, multiprocessors: i
             first[rows, columns] = ranked(op.name, op.variants, problem)[0].variant.name
             if any(name.startswith("cuda_") for name in able):
                 assert first[rows, columns].startswith("cuda_"), (rows, columns)
-    if op.name in ("rms_norm", "add_rms_norm"):
+    if op.name in ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm"):
         shared = "cuda_cooperative" if multiprocessors == 142 else "cuda_block"
         assert first[64, 262143] == shared
 
 
 @pytest.mark.parametrize("device", ARCHITECTURES)
-@pytest.mark.parametrize("op", ROW_OPS)
+@pytest.mark.parametrize("op", KERNEL_OPS)
 def test_rows_of_2_31_columns_are_refused_with_a_reason(op: Op, device: Any) -> None:
     """Kernels count columns in 32 bits, whatever the length in vectors."""
     for columns in (2**31, 2**31 + 1, 2**31 + 8, 2**33, 2**40 + 1):
@@ -334,13 +340,15 @@ def test_rows_of_2_31_columns_are_refused_with_a_reason(op: Op, device: Any) -> 
                     assert reason is not None, f"{variant.name} {columns} {dtype}"
                     assert str(columns) in reason or "clusters" in reason
             assert not ranked(op.name, op.variants, problem)[0].variant.name.startswith("cuda_")
-    if op.name in ("rms_norm", "add_rms_norm"):
+    if op.name in ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm"):
         longest = op.problem(*op.example((2, 2**31 - 8), torch.bfloat16, "meta"), device=device)
         assert ranked(op.name, op.variants, longest)[0].variant.name.startswith("cuda_")
 
 
 @pytest.mark.parametrize("device", ARCHITECTURES)
-@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "fused_add_rms_norm_"])
+@pytest.mark.parametrize(
+    "name", [name for name in ROW_NAMES + SOFTMAX_NAMES if not name.endswith("_backward")]
+)
 def test_more_rows_than_teams_can_be_numbered_are_taken_in_turns(name: str, device: Any) -> None:
     op = OPS[name]
     warp, block = (
@@ -358,7 +366,7 @@ def test_more_rows_than_teams_can_be_numbered_are_taken_in_turns(name: str, devi
 
 
 @pytest.mark.parametrize("device", ARCHITECTURES)
-@pytest.mark.parametrize("op", ROW_OPS)
+@pytest.mark.parametrize("op", KERNEL_OPS)
 def test_growing_rows_need_few_kernels(op: Op, device: Any) -> None:
     """M is a runtime argument: a server that meets every batch size compiles a handful."""
     for columns in (128, 1024, 4096, 8192, 16384, 65536):
@@ -377,7 +385,10 @@ def test_an_old_gpu_gets_what_torch_has(op: Op) -> None:
     turing = replace(KNOWN["sm_80"], name="NVIDIA T4", arch="sm_75", capability=(7, 5))
     problem = op.problem(*op.example((4, 64), torch.float16, "meta"), device=turing)
     names = [choice.variant.name for choice in ranked(op.name, op.variants, problem)]
-    assert names == [one.name for one in op.variants if not one.name.startswith("cuda_")]
+    plain = [one.name for one in op.variants if not one.name.startswith("cuda_")]
+    if "linear_cross_entropy" in op.name:
+        plain.remove("library")  # torch's own gives its loss in fp16: too few bits
+    assert names == plain
 
 
 @pytest.mark.parametrize("op", ALL_OPS)
@@ -394,6 +405,28 @@ def test_cost_counts_what_must_move(op: Op) -> None:
         "add_rms_norm": 4 * rows + weight,
         "fused_add_rms_norm_": 4 * rows + weight,
         "rms_norm_backward": 3 * rows + 2 * weight,
+        # Half of the bytes, and a scale for each row.
+        "rms_norm_fp8": rows + rows // 2 + weight + 16 * 4,
+        "add_rms_norm_fp8": 3 * rows + rows // 2 + weight + 16 * 4,
+        "layer_norm_fp8": rows + rows // 2 + 2 * weight + 16 * 4,
+        "add_layer_norm_fp8": 3 * rows + rows // 2 + 2 * weight + 16 * 4,
+        "layer_norm": 2 * rows + 2 * weight,
+        "add_layer_norm": 4 * rows + 2 * weight,
+        "layer_norm_backward": 3 * rows + 3 * weight,
+        # A target of 8 bytes for each row, and 4 of lse; of a shard three numbers.
+        "cross_entropy": rows + 16 * (8 + 4),
+        "cross_entropy_one_pass": 2 * rows + 16 * (8 + 4),
+        "cross_entropy_one_pass_": 2 * rows + 16 * (8 + 4),
+        "cross_entropy_backward": 2 * rows + 16 * (8 + 4),
+        "cross_entropy_shard": rows + 16 * (8 + 12),
+        "scale_gradient_": 2 * rows,
+        # As many classes as columns; three numbers for all rows, in the backward pass as well.
+        "linear_cross_entropy": rows + 64 * weight + 16 * (8 + 4) + 12,
+        "linear_cross_entropy_backward": 2 * (rows + 64 * weight) + 16 * (8 + 4) + 12,
+        "softmax": 2 * rows,
+        "log_softmax": 2 * rows,
+        "softmax_backward": 3 * rows,
+        "log_softmax_backward": 3 * rows,
         "nvfp4_linear": 2 * rows + 64 * packed(64),
         "nvfp4_linear_backward": 2 * rows + 64 * packed(64),
         # Eight experts, half as wide as a row, all of them used.
@@ -406,6 +439,12 @@ def test_cost_counts_what_must_move(op: Op) -> None:
 
 def test_examples_are_right_as_they_are() -> None:
     results = {"rms_norm": 1, "nvfp4_linear": 1, "nvfp4_linear_backward": 1, "nvfp4_moe": 1}
+    results |= {name: 4 if name.startswith("add_") else 3 for name in FP8_NAMES}
+    results |= {"layer_norm": 1, "layer_norm_backward": 3}
+    results |= dict.fromkeys(SOFTMAX_NAMES, 1)
+    results |= dict.fromkeys(("linear_cross_entropy", "linear_cross_entropy_backward"), 3)
+    results |= {"cross_entropy_backward": 1, "cross_entropy_shard": 1, "scale_gradient_": 1}
+    results |= {name: 3 for name in ENTROPY_NAMES if name not in results}
     for op in OPS.values():
         shape = (3, 4, 16) if op.name in ROW_NAMES else (3, 32)
         args = op.example(shape, torch.float32, "cpu")
@@ -421,12 +460,14 @@ def test_forgetting_plans_changes_no_answer() -> None:
     assert same_bits(gristmill.rms_norm(x, weight), one)
 
 
-@pytest.mark.parametrize("name", ["add_rms_norm", "fused_add_rms_norm_", "rms_norm_backward"])
+@pytest.mark.parametrize(
+    "name", [name for name in ROW_NAMES if name not in ("rms_norm", "layer_norm")]
+)
 def test_a_copy_of_one_tensor_does_not_align_the_other(name: str) -> None:
     """`contiguous()` leaves what is contiguous where it is, aligned or not."""
     op = OPS[name]
     args = case_of(op, "unaligned beside strided columns").make("cpu", 0)
-    first, second = (1, 0) if name == "rms_norm_backward" else (0, 1)
+    first, second = (1, 0) if name.endswith("_backward") else (0, 1)
     details = op.problem(*args, device=KNOWN["sm_90a"]).layout
     assert details.copied
     assert args[0].data_ptr() % 4 == 2

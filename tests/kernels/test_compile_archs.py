@@ -8,12 +8,14 @@ somebody's machine.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from cross_entropy_calls import cross_entropy_calls
+from softmax_calls import softmax_calls
 
 from gristmill.errors import CompilerUnavailable
 from gristmill.jit import Program
@@ -26,7 +28,12 @@ from gristmill.select.device import KNOWN
 from gristmill.select.problem import Problem
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-SOURCES = ("rms_norm.cu", "rms_norm_backward.cu")
+ENTROPY_SOURCES = (
+    "cross_entropy.cu",
+    "cross_entropy_backward.cu",
+    "cross_entropy_one_pass.cu",
+)
+SOURCES = ("norm.cu", "norm_backward.cu", "softmax.cu", "softmax_backward.cu", *ENTROPY_SOURCES)
 
 # Columns: powers of two, what models have, and lengths that allow only narrow vectors.
 COLUMNS = (1, 64, 100, 127, 256, 512, 768, 1024, 2048, 2880, 4096, 5120, 7168, 8192, 10001)
@@ -51,6 +58,8 @@ MORE_MIXES = {
     "fp32, odd strides": (F32, F32, F32, "odd stride"),
 }
 Mix = tuple[torch.dtype, torch.dtype, "torch.dtype | None", str]
+# Of a mix, rows, columns and a dtype of results: ops, and their arguments.
+Calls = Callable[[Mix, int, int, "torch.dtype | None"], Iterator[tuple[str, tuple[Any, ...]]]]
 
 NAMES_PER_PROGRAM = 16
 REGISTERS_PER_BLOCK = 65536
@@ -117,23 +126,33 @@ def _calls(
     weight = None
     if weight_dtype is not None:
         weight = torch.empty(columns, dtype=weight_dtype, device="meta")
+    bias = torch.empty(columns, dtype=weight_dtype or x_dtype, device="meta")
     yield "rms_norm", (x, weight, 1e-6, 0.0, "once", out_dtype)
     yield "add_rms_norm", (x, other, weight, 1e-6, 0.0, "once", out_dtype)
+    yield "layer_norm", (x, weight, bias, 1e-5, 0.0, out_dtype)
+    yield "add_layer_norm", (x, other, weight, bias, 1e-5, 0.0, out_dtype)
     if out_dtype is not None:
         return
     if x_dtype == other_dtype == weight_dtype == BF16:
         yield "rms_norm", (x, weight, 1e-6, 0.0, "llama", None)
+    yield from softmax_calls(x, other, weight_dtype)
+    yield from cross_entropy_calls(x, weight)
     yield "fused_add_rms_norm_", (x, other, weight, 1e-6)
     for dsum in (None, x):
         yield "rms_norm_backward", (other, x, weight, dsum, 1e-6, 0.0, True)
+        yield "layer_norm_backward", (other, x, weight, dsum, 1e-5, 0.0, True, bias.dtype)
 
 
 def _launches(
-    arch: str, mix: Mix, all_columns: tuple[int, ...], out_dtype: torch.dtype | None = None
+    arch: str,
+    mix: Mix,
+    all_columns: tuple[int, ...],
+    out_dtype: torch.dtype | None = None,
+    calls: Calls = _calls,
 ) -> Iterator[Launch]:
     for rows in ROWS if mix[3] != "nested" else ROWS[1:]:
         for columns in all_columns:
-            for name, args in _calls(mix, rows, columns, out_dtype):
+            for name, args in calls(mix, rows, columns, out_dtype):
                 problem = OPS[name].problem(*args, device=KNOWN[arch])
                 able = [one for one in OPS[name].variants if one.supports(problem) is None]
                 first = next((one for one in able if one.declines(problem) is None), able[0])
@@ -182,9 +201,11 @@ def _excess(launch: Launch, used: Resources) -> str | None:
     return None
 
 
-def _check_compiled(arch: str, source: str, mix: Mix, columns: tuple[int, ...]) -> None:
+def _check_compiled(
+    arch: str, source: str, mix: Mix, columns: tuple[int, ...], calls: Calls = _calls
+) -> None:
     wanted: dict[str, Launch] = {}
-    for launch in _launches(arch, mix, columns):
+    for launch in _launches(arch, mix, columns, calls=calls):
         if launch.misfit() is not None:
             continue  # test_every_launch_fits_the_device tells
         program = launch.program()

@@ -21,7 +21,7 @@ from gristmill.jit.program import Program
 
 _INSTALL = 'install it with: pip install "gristmill[nvrtc]"'
 
-# "rms_norm.cu(12): error: ..." and, in some messages, "rms_norm.cu(12): catastrophic error: ..."
+# "norm.cu(12): error: ..." and, in some messages, "norm.cu(12): catastrophic error: ..."
 _ERROR_LINE = re.compile(r"^(?P<file>[^\s(][^(\n]*)\((?P<line>\d+)\): .*?error.*$", re.MULTILINE)
 
 

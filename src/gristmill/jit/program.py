@@ -38,7 +38,8 @@ class Program:
     """One source and the kernels wanted from it, compiled together into one cubin.
 
     `source` is a file name under `root` (default: gristmill/kernels/cuda), `names` are NVRTC name
-    expressions such as `"rms_norm_weight_gradient<bf16>"`, `options` go to NVRTC as they are.
+    expressions such as `"norm_gradient<Tensor<bf16,2>,Absent>"`, `options` go to NVRTC as they
+    are.
     """
 
     source: str

@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
+from gristmill.ops.cross_entropy import (
+    CROSS_ENTROPY,
+    CROSS_ENTROPY_BACKWARD,
+    CROSS_ENTROPY_ONE_PASS,
+    CROSS_ENTROPY_ONE_PASS_,
+    CROSS_ENTROPY_SHARD,
+    SCALE_GRADIENT_,
+)
+from gristmill.ops.layer_norm import ADD_LAYER_NORM, LAYER_NORM, LAYER_NORM_BACKWARD
+from gristmill.ops.layer_norm.fp8 import ADD_LAYER_NORM_FP8, LAYER_NORM_FP8
+from gristmill.ops.linear_cross_entropy import (
+    LINEAR_CROSS_ENTROPY,
+    LINEAR_CROSS_ENTROPY_BACKWARD,
+)
 from gristmill.ops.nvfp4_linear import NVFP4_LINEAR, NVFP4_LINEAR_BACKWARD
 from gristmill.ops.nvfp4_moe import NVFP4_MOE, NVFP4_MOE_BACKWARD
 from gristmill.ops.op import Op
 from gristmill.ops.rms_norm import ADD_RMS_NORM, FUSED_ADD_RMS_NORM_, RMS_NORM, RMS_NORM_BACKWARD
+from gristmill.ops.rms_norm.fp8 import ADD_RMS_NORM_FP8, RMS_NORM_FP8
+from gristmill.ops.softmax import (
+    LOG_SOFTMAX,
+    LOG_SOFTMAX_BACKWARD,
+    SOFTMAX,
+    SOFTMAX_BACKWARD,
+)
 
 OPS: dict[str, Op] = {
     op.name: op
@@ -14,6 +35,25 @@ OPS: dict[str, Op] = {
         ADD_RMS_NORM,
         FUSED_ADD_RMS_NORM_,
         RMS_NORM_BACKWARD,
+        RMS_NORM_FP8,
+        ADD_RMS_NORM_FP8,
+        LAYER_NORM,
+        ADD_LAYER_NORM,
+        LAYER_NORM_BACKWARD,
+        LAYER_NORM_FP8,
+        ADD_LAYER_NORM_FP8,
+        SOFTMAX,
+        LOG_SOFTMAX,
+        SOFTMAX_BACKWARD,
+        LOG_SOFTMAX_BACKWARD,
+        CROSS_ENTROPY,
+        CROSS_ENTROPY_ONE_PASS,
+        CROSS_ENTROPY_ONE_PASS_,
+        CROSS_ENTROPY_BACKWARD,
+        CROSS_ENTROPY_SHARD,
+        SCALE_GRADIENT_,
+        LINEAR_CROSS_ENTROPY,
+        LINEAR_CROSS_ENTROPY_BACKWARD,
         NVFP4_LINEAR,
         NVFP4_LINEAR_BACKWARD,
         NVFP4_MOE,
