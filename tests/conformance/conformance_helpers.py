@@ -52,14 +52,18 @@ def composed(
 
     torch's backward kernels of norms know no dsum: it is added to what that kernel has rounded.
     torch's layer_norm rounds the mean of a row.
+    cuBLAS may add up the parts of a split sum in 16 bits, as torch lets it.
     torch's grouped mm gives bf16, and with scales of their own the rows of a weight do not stay
     exact in 16 bits; on a CPU both are fp32.
     """
+    where = device or args[0].device.type
+    if op.name.startswith("linear_cross_entropy") and where == "cuda":
+        return args[0].dtype if args[0].dtype.itemsize == 2 else False
     if variant != "library":
         return False
     if op.name in ("nvfp4_linear_backward", "nvfp4_moe", "nvfp4_moe_backward"):
         dtype: torch.dtype = args[0].dtype
-        return dtype if (device or args[0].device.type) == "cuda" else False
+        return dtype if where == "cuda" else False
     if "layer_norm" in op.name:
         dsum = op.name == "layer_norm_backward" and args[3] is not None
         return True if dsum else torch.promote_types(args[0].dtype, torch.float32)

@@ -71,7 +71,8 @@ def test_one_class_is_certain(device: str) -> None:
     logits = torch.randn(5, 1, device=device, requires_grad=True)
     target = torch.zeros(5, dtype=torch.int64, device=device)
     loss = gristmill.cross_entropy(logits, target)
-    assert loss == 0
+    # The kernels take exponents to base 2, rounded: a rounding of the logit may be left.
+    assert 0 <= loss <= (0.0 if device == "cpu" else 2.0**-24 * float(logits.abs().max()))
     assert not torch.autograd.grad(loss, logits)[0].any()
 
 

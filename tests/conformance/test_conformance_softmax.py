@@ -137,7 +137,11 @@ def test_causal_is_a_mask(name: str, causal: str, size: tuple[int, int], device:
     x = torch.randn(2, 3, *size, device=device, dtype=torch.bfloat16)
     mask = torch.rand(2, 1, *size, device=device) < 0.7
     limit = seen(*size, causal, device)
-    assert torch.equal(function(x, causal=causal), function(x, mask=limit))
+    # Without a mask a kernel scales otherwise: a rounding of bf16 may fall to the other side.
+    one = 0.0 if device == "cpu" else 2.0**-7
+    torch.testing.assert_close(
+        function(x, causal=causal), function(x, mask=limit), rtol=one, atol=0.0
+    )
     assert torch.equal(
         function(x, causal=causal, mask=mask, scale=0.5),
         function(x, mask=limit & mask, scale=0.5),

@@ -228,6 +228,22 @@ def test_a_large_offset_cancels(host: EmulatedHost, variant: str, scale: float, 
     torch.testing.assert_close(y.double(), expected, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("op", FORWARD)
+@pytest.mark.parametrize("size", [1e3, -693147.0, 693147.0, 2.0**25, -1e10, 1e25])
+@pytest.mark.parametrize("variant", SCOPES)
+def test_threads_agree_however_large_numbers_are(
+    host: EmulatedHost, variant: str, size: float, op: str
+) -> None:
+    """A thread scales as the size of its largest number allows: 693147 is where that changes."""
+    generator = torch.Generator().manual_seed(3)
+    step = 2.0 ** max(-4, int(torch.tensor(abs(size)).log2()) - 22)
+    x = size + step * torch.randint(-8, 8, (4, 512), generator=generator)
+    assert len(x[0].unique()) > 8
+    y = _run(host, _special(variant, op, 512), x)
+    expected = (torch.softmax if op == "softmax" else torch.log_softmax)(x.double(), -1)
+    torch.testing.assert_close(y.double(), expected, rtol=4e-6, atol=1e-9)
+
+
 @pytest.mark.parametrize("variant", ["cuda_warp", "cuda_block", "cuda_cluster"])
 @pytest.mark.parametrize("causal", [None, "top_left", "bottom_right"])
 @pytest.mark.parametrize("op", [*FORWARD, *BACKWARD])

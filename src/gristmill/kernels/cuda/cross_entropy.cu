@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(BOUND) cross_entropy_forward(const ForwardPara
     }
     float loss = 0.0f;
     if (!label.ignored) {
-        loss = (1.0f - p.options.smoothing) * label.weight * (here ? sums.below(v) : 0.0f);
+        loss = (1.0f - p.options.smoothing) * label.weight * (here ? sums.loss(v) : 0.0f);
         if constexpr (SMOOTH) loss = fmaf(-p.options.smoothing / static_cast<float>(p.columns), distances.value[0], loss);
         loss = fmaf(p.options.z_loss * lse, lse, loss);
     }

@@ -92,7 +92,7 @@ struct LossEpilogue {
         const float lse = sums.lse();
         float loss = 0.0f;
         if (!label.ignored) {
-            loss = (1.0f - p.options.smoothing) * label.weight * (hot != ~0u ? sums.below(v) : 0.0f);
+            loss = (1.0f - p.options.smoothing) * label.weight * (hot != ~0u ? sums.loss(v) : 0.0f);
             if constexpr (SMOOTH) loss = fmaf(-p.options.smoothing / static_cast<float>(p.columns), far.value[0], loss);
             // With a denominator of its own z-loss is added up from lse.
             if (!(p.denominators && p.labels.weight)) loss = fmaf(p.options.z_loss * lse, lse, loss);

@@ -120,6 +120,9 @@ struct RowLoss {
 
     // lse - v with nothing that cancels: both are taken relative to the largest.
     DEVICE float below(float v) const { return (log_sum - fmaf(v, LOG2E, -largest)) * LN2; }
+
+    // The same of the target's logit, whose loss no rounding makes negative.
+    DEVICE float loss(float v) const { return max_nan(below(v), 0.0f); }
 };
 
 // The sum of w * (v - zero) over a thread's logits, where `zero` is known only later. Each v is taken relative to an

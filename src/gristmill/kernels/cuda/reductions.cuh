@@ -115,13 +115,19 @@ struct MaxAndSum {
 
     // The exponent of 2 that terms relative to `a` are corrected by to be relative to `b`, which is finite.
     DEVICE float distance(float a, float b) const {
-        const float product = __fmul_rn(b, unit);
-        if (products && is_near(product)) return __fmul_rn(a, unit) - product;
-        return (a - b) * unit;
+        const float product = __fmul_rn(a, unit), other = __fmul_rn(b, unit);
+        if (products && is_near(fmaxf(fabsf(product), fabsf(other)))) return product - other;
+        return (a - b) * unit - lost(a) + lost(b);
     }
 
     // Whether a product is so small that its rounding, by which all terms are off alike, is far below 1.
     static DEVICE bool is_near(float product) { return fabsf(product) <= 1e6f; }
+
+    // What rounding took from the product that terms relative to `a` were taken relative to.
+    DEVICE float lost(float a) const {
+        const float product = __fmul_rn(a, unit);
+        return products && is_near(product) ? fmaf(a, unit, -product) : 0.0f;
+    }
 
     // What exponents are taken relative to: never -infinity, which would leave NaN behind.
     static DEVICE float base(float largest) { return largest == -INFINITY ? 0.0f : largest; }
@@ -196,7 +202,7 @@ struct MomentsOf {
 #pragma unroll
             for (int k = 2; k < floats; k++) value[k] += __shfl_xor_sync(0xffffffffu, value[k], distance);
         const float sum = value[2];
-        value[2] = value[0] > 0.0f ? sum * reciprocal_fast(value[0]) : 0.0f;
+        value[2] = value[0] > 0.0f ? sum / value[0] : 0.0f;
         value[3] = fmaf(-sum, value[2], value[3]);
         if constexpr (PRODUCTS) value[5] = fmaf(-value[4], value[2], value[5]);
     }
@@ -212,7 +218,7 @@ struct MomentsOf {
             sum = slots(i, 0) > 0.0f ? fmaf(slots(i, 0), mean(i), sum) : sum;
         });
         count = lane_sum<32>(count);
-        const float offset = lane_sum<32>(sum) * reciprocal_fast(count);
+        const float offset = lane_sum<32>(sum) / count;
         each_slot(slots, [&](unsigned i) {
             if (slots(i, 0) == 0.0f) return;
             const float shift = mean(i) - offset;

@@ -33,6 +33,11 @@ class Library(Variant):
     def supports(self, problem: Problem) -> str | None:
         return _unsupported(problem)
 
+    def declines(self, problem: Problem) -> str | None:
+        if problem.device.kind == "cpu":
+            return "on a CPU torch rounds the mean, which a row far from zero does not forgive"
+        return None
+
     def bind(self, problem: Problem, config: None) -> Callable[..., Any]:
         if problem.op == "add_layer_norm":
             return laid_out(_library_add, semantics.outputs_add)

@@ -13,7 +13,7 @@ from gristmill.ops.plain import Reference
 from gristmill.ops.softmax import cases, problem, reference, semantics
 from gristmill.ops.softmax.cuda import FORWARD_VARIANTS
 from gristmill.ops.softmax.cuda_backward import BACKWARD_VARIANTS
-from gristmill.ops.softmax.plain import Library, LibraryBackward
+from gristmill.ops.softmax.plain import Library
 
 _FORWARD_SCHEMA = "(Tensor x, float scale=1.0, Tensor? mask=None, str? causal=None) -> Tensor"
 _BACKWARD_SCHEMA = "(Tensor dy, Tensor y, float scale, str? causal) -> Tensor"
@@ -289,7 +289,6 @@ SOFTMAX_BACKWARD = Op(
     example=cases.softmax_backward_example,
     variants=(
         *BACKWARD_VARIANTS,
-        LibraryBackward(),
         Reference(reference.softmax_backward, semantics.outputs_backward),
     ),
     defaults=(),

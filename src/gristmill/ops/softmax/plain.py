@@ -38,23 +38,6 @@ class Library(Variant):
         return laid_out(function, semantics.outputs)
 
 
-class LibraryBackward(Variant):
-    """torch's own gradient of softmax."""
-
-    name = "library"
-    summary = "torch's own softmax backward"
-
-    def supports(self, problem: Problem) -> str | None:
-        if len({dtype for _, dtype in problem.dtypes}) > 1:
-            return "torch's softmax backward takes one dtype for all tensors"
-        if problem.device.kind == "cpu":
-            return "torch's softmax backward adds up a row one by one on a CPU, and loses digits"
-        return _plain(problem)
-
-    def bind(self, problem: Problem, config: None) -> Callable[..., Any]:
-        return laid_out(_softmax_backward, semantics.outputs_backward)
-
-
 def _plain(problem: Problem) -> str | None:
     if "scaled" in problem.flags:
         return "torch's softmax has no scale"
@@ -71,8 +54,3 @@ def _softmax(x: torch.Tensor, *options: Any) -> torch.Tensor:
 
 def _log_softmax(x: torch.Tensor, *options: Any) -> torch.Tensor:
     return torch.log_softmax(x, -1).masked_fill_(x.amax(-1, keepdim=True) == _NOBODY, _NOBODY)
-
-
-def _softmax_backward(dy: torch.Tensor, y: torch.Tensor, *options: Any) -> torch.Tensor:
-    dx: torch.Tensor = torch.ops.aten._softmax_backward_data(dy, y, -1, y.dtype)
-    return dx
