@@ -211,3 +211,21 @@ def test_ignored_rows_may_hold_anything(device: str) -> None:
         (gradient,) = torch.autograd.grad(loss, logits)
         assert not gradient[target == -100].any()
         assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_no_nan_of_an_ignored_row_reaches_a_gradient(reduction: str) -> None:
+    """Nor where autograd looks into the reference."""
+    logits = torch.randn(4, 9, dtype=torch.float64)
+    target = torch.tensor([3, -100, 0, 8])
+
+    def loss(values: torch.Tensor) -> torch.Tensor:
+        return gristmill.cross_entropy(values, target, z_loss=0.1, reduction=reduction).sum()
+
+    expected = torch.func.grad(loss)(logits)
+    logits[1] = float("nan")
+    assert torch.equal(torch.func.grad(loss)(logits), expected)
+    leaf = logits.clone().requires_grad_()
+    loss(leaf).backward()
+    torch.testing.assert_close(leaf.grad, expected)
+    assert not expected[1].any()

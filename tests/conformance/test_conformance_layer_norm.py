@@ -330,3 +330,51 @@ def test_eps_cannot_be_none() -> None:
             call(torch.ones(2, 8), None, None, None)
     with pytest.raises(DtypeError, match="layer_norm_backward: eps must be a number"):
         layer_norm_backward(torch.ones(2, 8), torch.ones(2, 8), None, None, None, 0.0, False, None)
+
+
+@pytest.mark.parametrize("route", ["compiled", "dispatcher"])
+@pytest.mark.parametrize("parts", ["", "w", "b", "wb"])
+@pytest.mark.parametrize("residual", [False, True])
+def test_gradients_of_what_is_there_with_default_options(
+    parts: str, residual: bool, route: str
+) -> None:
+    """The dispatcher leaves out trailing arguments that are None, in what it tells autograd too."""
+    generator = torch.Generator().manual_seed(5)
+    x, r, dy = (torch.randn(4, 32, generator=generator, dtype=torch.float64) for _ in range(3))
+    weight, bias = (torch.randn(32, generator=generator, dtype=torch.float64) for _ in range(2))
+    leaves = {"x": x, "weight": weight if "w" in parts else None}
+    leaves |= {"residual": r if residual else None, "bias": bias if "b" in parts else None}
+    given = {name: leaf.requires_grad_() for name, leaf in leaves.items() if leaf is not None}
+
+    def ours(**tensors: torch.Tensor) -> torch.Tensor:
+        if route == "compiled":
+            return (gristmill.add_layer_norm if residual else gristmill.layer_norm)(**tensors)
+        ops = torch.ops.gristmill
+        return (ops.add_layer_norm if residual else ops.layer_norm)(**tensors)
+
+    function = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    y = (function if route == "compiled" else ours)(**given)
+    y = y[0] if residual else y
+    total = x + r if residual else x
+    expected = torch.nn.functional.layer_norm(
+        total, (32,), given.get("weight"), given.get("bias"), 1e-5
+    )
+    found = torch.autograd.grad(y, list(given.values()), dy)
+    wanted = torch.autograd.grad(expected, list(given.values()), dy)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_a_row_far_from_zero_on_a_cpu() -> None:
+    """Forward and backward: torch's own op rounds the mean there."""
+    generator = torch.Generator().manual_seed(6)
+    x = (1e4 + torch.randn(8, 4096, generator=generator)).requires_grad_()
+    weight = torch.randn(4096, generator=generator).requires_grad_()
+    dy = torch.randn(8, 4096, generator=generator)
+    exact = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
+    expected = torch.nn.functional.layer_norm(exact[0], (4096,), exact[1])
+    y = gristmill.layer_norm(x, weight)
+    torch.testing.assert_close(y.double(), expected, rtol=2e-6, atol=2e-6)
+    found = torch.autograd.grad(y, (x, weight), dy)
+    wanted = torch.autograd.grad(expected, exact, dy.double())
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)

@@ -470,3 +470,16 @@ def test_bad_gradients(name: str) -> None:
         op.run(y, y, float("inf"), None)
     with pytest.raises(ValueError, match=f"{name}: causal must be"):
         op.run(y, y, 1.0, "left")
+
+
+@pytest.mark.parametrize("causal", [None, "top_left"])
+@over_pairs
+def test_a_scale_is_applied_to_distances(name: str, causal: str | None) -> None:
+    """On every route: numbers that would overflow, or lose their digits, do not."""
+    function, theirs = PAIRS[name]
+    x = torch.tensor([[3e38, 3e38, 0.0], [1e6, 1e6 + 1, 1e6 + 2], [-3e38, -3e38, -3e38]])
+    y = function(x, scale=2.0, causal=causal)
+    exact = x.double() * 2.0
+    if causal is not None:
+        exact = exact.masked_fill(~seen(3, 3, causal, "cpu"), float("-inf"))
+    torch.testing.assert_close(y, theirs(exact, -1).float(), rtol=1e-6, atol=1e-7)

@@ -203,11 +203,6 @@ void cluster_wait();
 void wait_for_previous_grid();
 inline void launch_next_grid() {}
 
-// Never joined with a sum.
-inline float __fmul_rn(float a, float b) {
-  volatile float product = a * b;
-  return product;
-}
 inline float exp2_fast(float value) {
   const float result = float(std::exp2(double(value)));
   return result < 0x1p-126f ? 0.0f : result;

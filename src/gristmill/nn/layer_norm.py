@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gristmill.errors import ArgumentError
+from gristmill.errors import ArgumentError, DtypeError
 from gristmill.ops.layer_norm import layer_norm
 
 
@@ -23,6 +23,8 @@ class LayerNorm(torch.nn.LayerNorm):
         if dims == 1 and self.weight is not None:
             # Which compares x with the weight.
             return layer_norm(x, self.weight, self.bias, self.eps)
+        if not isinstance(x, torch.Tensor):
+            raise DtypeError(f"LayerNorm: x must be a torch.Tensor, got {type(x).__name__}")
         if x.shape[-dims:] != self.normalized_shape:
             raise ArgumentError(
                 f"LayerNorm: x must end in {self.normalized_shape}, got {tuple(x.shape)}"

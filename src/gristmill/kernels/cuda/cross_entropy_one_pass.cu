@@ -21,7 +21,6 @@ struct OnePassParams {
 template <int VEC, bool RAGGED, bool CAPPED, bool SMOOTH, bool WEIGHTS>
 struct LogitExponents {
     static constexpr float unit = 1.0f;   // largest() is an exponent already
-    static constexpr bool products = false;
     using Weight = Tensor<float, VEC % 4 == 0 ? 16 : VEC % 2 == 0 ? 8 : 4>;
     const Cap<CAPPED> cap;
     const float* weight;

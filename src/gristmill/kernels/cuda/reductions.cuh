@@ -110,24 +110,7 @@ struct Max {
 struct MaxAndSum {
     static constexpr int floats = 2;
     float value[2] = {-INFINITY, 0.0f};
-    float unit = 1.0f;       // exponents are so many times what value[0] counts
-    bool products = false;   // terms were taken relative to the product of value[0] and the unit, rounded
-
-    // The exponent of 2 that terms relative to `a` are corrected by to be relative to `b`, which is finite.
-    DEVICE float distance(float a, float b) const {
-        const float product = __fmul_rn(a, unit), other = __fmul_rn(b, unit);
-        if (products && is_near(fmaxf(fabsf(product), fabsf(other)))) return product - other;
-        return (a - b) * unit - lost(a) + lost(b);
-    }
-
-    // Whether a product is so small that its rounding, by which all terms are off alike, is far below 1.
-    static DEVICE bool is_near(float product) { return fabsf(product) <= 1e6f; }
-
-    // What rounding took from the product that terms relative to `a` were taken relative to.
-    DEVICE float lost(float a) const {
-        const float product = __fmul_rn(a, unit);
-        return products && is_near(product) ? fmaf(a, unit, -product) : 0.0f;
-    }
+    float unit = 1.0f;   // exponents are so many times what value[0] counts: differences are scaled, not large numbers
 
     // What exponents are taken relative to: never -infinity, which would leave NaN behind.
     static DEVICE float base(float largest) { return largest == -INFINITY ? 0.0f : largest; }
@@ -135,7 +118,7 @@ struct MaxAndSum {
     // 2^(exponent - largest) of some more exponents is to be added: `largest` is that of those.
     DEVICE void raise(float largest) {
         const float next = fmaxf(value[0], largest);
-        value[1] *= exp2_fast(distance(value[0], base(next)));
+        value[1] *= exp2_fast((value[0] - base(next)) * unit);
         value[0] = next;
     }
 
@@ -156,7 +139,7 @@ struct MaxAndSum {
 #pragma unroll
         for (int distance = 16; distance > 0; distance /= 2) value[0] = fmaxf(value[0], __shfl_xor_sync(0xffffffffu, value[0], distance));
         const float zero = base(value[0]);
-        each_slot(slots, [&](unsigned i) { value[1] = fmaf(slots(i, 1), exp2_fast(distance(slots(i, 0), zero)), value[1]); });
+        each_slot(slots, [&](unsigned i) { value[1] = fmaf(slots(i, 1), exp2_fast((slots(i, 0) - zero) * unit), value[1]); });
         value[1] = lane_sum<32>(value[1]);
     }
 };

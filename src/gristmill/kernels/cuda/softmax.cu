@@ -45,13 +45,10 @@ struct SoftmaxParams<true> : SoftmaxParams<false> {
 
 constexpr float LOG2E = 1.44269504f, LARGEST = 3.40282347e38f;
 
-// Rows without a mask and with a scale above 0: the largest x has the largest exponent. What lies far from 0 is subtracted
-// before it is scaled, so that nothing overflows; all else at once, which is as exact as long as the same rounded product
-// is subtracted everywhere, and faster (H200, 4096x131072: 531 us, 552 in two steps). A logarithm is made of v itself, not
-// of exponents of 2, which overflow before it does.
+// Rows without a mask and with a scale above 0: the largest x has the largest exponent, so that only distances from it are
+// scaled. A logarithm is made of v itself, not of exponents of 2, which overflow before it does.
 template <bool LOG, bool LIMITED>
 struct PlainExponents {
-    static constexpr bool products = !LOG;
     const float unit, scale;
     const unsigned limit;
 
@@ -67,14 +64,8 @@ struct PlainExponents {
 
     template <int VEC>
     DEVICE void above(const float (&raw)[VEC], float zero, float (&out)[VEC]) const {
-        const float product = __fmul_rn(zero, scale);
-        if (products && MaxAndSum::is_near(product)) {
 #pragma unroll
-            for (int k = 0; k < VEC; k++) out[k] = fmaf(raw[k], scale, -product);
-        } else {
-#pragma unroll
-            for (int k = 0; k < VEC; k++) out[k] = (raw[k] - zero) * scale;
-        }
+        for (int k = 0; k < VEC; k++) out[k] = (raw[k] - zero) * scale;
     }
     static DEVICE float power(float above) { return exp2_fast(LOG ? above * LOG2E : above); }
 };
@@ -84,7 +75,6 @@ template <class Mask, bool LOG, bool LIMITED, bool RAGGED>
 struct MaskedExponents {
     using Element = typename Mask::type;
     static constexpr float unit = LOG2E;
-    static constexpr bool products = false;
     const float scale;
     const unsigned limit, columns;
     const Element* const mask;

@@ -8,7 +8,8 @@
 //   raw(x, column, out)   from a vector of the row to VEC raw numbers, larger ones for larger exponents; -INFINITY for what
 //                         does not take part
 //   largest(raw)          what stands for the largest raw number; -INFINITY of -INFINITY
-//   unit, products        exponents are so many times what largest() counts; how (reductions.cuh)
+//   unit                  exponents are so many times what largest() counts. With the raw number itself as the largest,
+//                         numbers are subtracted before they are scaled: exact for any offset, and no overflow
 //   above(raw, zero, out) how far VEC raw numbers lie above `zero`, which is such a largest one, or 0
 //   power(above)          the term of such a distance
 //
@@ -69,7 +70,7 @@ DEVICE void softmax_row(Members& team, Supply& feed, long long row, const unsign
     Packed<typename Supply::B, VEC> other;
     float kept[HOLD ? ITEMS : 1][VEC];
     MaxAndSum state;
-    state.unit = exponents.unit, state.products = exponents.products;
+    state.unit = exponents.unit;
     if constexpr (HOLD) {
         float top = -INFINITY;
 #pragma unroll
@@ -111,7 +112,7 @@ DEVICE void softmax_row(Members& team, Supply& feed, long long row, const unsign
     if (HOLD) feed.reuse(row);
     else if (row >= team.teams) feed.reuse(row - team.teams);
     const float zero = MaxAndSum::base(state.value[0]);
-    const float factor = HOLD && !Epilogue::exponents ? exp2_fast(state.distance(own, zero)) : 1.0f;
+    const float factor = HOLD && !Epilogue::exponents ? exp2_fast((own - zero) * state.unit) : 1.0f;
     epilogue.row(state.value[0], state.value[1]);
     each_vector<rolled, AT_ONCE>(column, [&](int i, unsigned here) {
         if (!starts_before<RAGGED>(here, read)) return;
@@ -153,7 +154,7 @@ DEVICE void softmax_row_twice(Members& team, const typename X::type* row, unsign
         }
     };
     MaxAndSum state;
-    state.unit = exponents.unit, state.products = exponents.products;
+    state.unit = exponents.unit;
     for (unsigned column = first; starts_before<RAGGED>(column, read); column += UNROLL * step) {
         Packed<typename X::type, VEC> x[UNROLL];
         load_all(x, column);

@@ -144,8 +144,8 @@ def cross_entropy_backward(
 
 
 def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    one_pass.refuse_weight_gradient(ctx.needs_input_grad[2])
     logits, target, weight, *options, return_lse = inputs
+    one_pass.refuse_weight_gradient(weight is not None and ctx.needs_input_grad[2])
     _, lse, denominators = output
     ctx.save_for_backward(logits, target, lse, denominators, weight)
     ctx.options, ctx.return_lse = options, return_lse
@@ -171,7 +171,7 @@ def _backward_forward(
 
 
 def _save_one_pass(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    one_pass.refuse_weight_gradient(ctx.needs_input_grad[2])
+    one_pass.refuse_weight_gradient(inputs[2] is not None and ctx.needs_input_grad[2])
     _, lse, gradient = output
     ctx.save_for_backward(gradient)
     ctx.arguments = len(inputs)

@@ -35,7 +35,11 @@ def cross_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     v = _capped(logits, softcap)
     rows = _rows(target, weight, ignore_index, 0, logits.shape[-1], v.dtype)
-    shifted, log_sum, lse = _shifted(v)
+    if return_lse:
+        lse = _shifted(v)[2]
+    # Whatever an ignored row holds: no NaN of it may reach a gradient.
+    v = v.masked_fill(rows.ignored.unsqueeze(-1), 0.0)
+    shifted, log_sum, counted = _shifted(v)
     # lse - v, with what all logits of a row have in common gone before anything is rounded.
     loss = (1.0 - label_smoothing) * rows.weight * (log_sum - _at(shifted, target))
     if label_smoothing:
@@ -44,9 +48,9 @@ def cross_entropy(
             distances = distances * weight.to(v.dtype)
         loss = loss + label_smoothing / max(1, logits.shape[-1]) * distances.sum(-1)
     loss = loss.masked_fill(rows.wrong, float("nan")).masked_fill(rows.ignored, 0.0)
-    penalty = (z_loss * lse.square()).masked_fill(rows.ignored, 0.0) if z_loss else None
+    penalty = (z_loss * counted.square()).masked_fill(rows.ignored, 0.0) if z_loss else None
     if not return_lse:
-        lse = lse.masked_fill(rows.ignored, 0.0)
+        lse = counted.masked_fill(rows.ignored, 0.0)
     denominators = v.new_empty(0)
     if reduction == "none":
         return (loss if penalty is None else loss + penalty), lse, denominators

@@ -214,6 +214,8 @@ def _check_softcap(op: str, softcap: Any) -> None:
 def _check_integer(op: str, name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise DtypeError(f"{op}: {name} must be an integer, got {type(value).__name__}")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ArgumentError(f"{op}: {name} must fit into 64 bits, got {value}")
 
 
 def _check_shard(

@@ -209,7 +209,7 @@ def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _backward_forward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
     x, weight = ctx.saved_tensors
-    dx, dweight, dbias = _gradients(ctx, dy, x, weight, None, ctx.needs_input_grad[1:3])
+    dx, dweight, dbias = _gradients(ctx, dy, x, weight, None, 1)
     return dx, dweight, dbias, None, None, None
 
 
@@ -226,7 +226,7 @@ def _backward_add(ctx: Any, dy: torch.Tensor | None, dsum: torch.Tensor | None) 
     total, weight = ctx.saved_tensors
     dtotal, dweight, dbias = dsum, None, None
     if dy is not None:
-        dtotal, dweight, dbias = _gradients(ctx, dy, total, weight, dsum, ctx.needs_input_grad[2:4])
+        dtotal, dweight, dbias = _gradients(ctx, dy, total, weight, dsum, 2)
     gradients = [
         dtotal.to(dtype) if dtotal is not None and needed else None
         for dtype, needed in zip(ctx.dtypes, ctx.needs_input_grad, strict=False)
@@ -240,11 +240,16 @@ def _gradients(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     dsum: torch.Tensor | None,
-    needed: tuple[bool, bool],
+    position: int,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """As autograd wants them: None where nothing is needed."""
-    weight_grad = weight is not None and needed[0]
-    bias_dtype = ctx.bias_dtype if needed[1] else None
+    """As autograd wants them: None where nothing is needed.
+
+    `position`: of the weight among the arguments, before that of the bias. The dispatcher leaves
+    out trailing arguments that are None, so only those that are there may be asked for.
+    """
+    weight_grad = weight is not None and ctx.needs_input_grad[position]
+    bias_grad = ctx.bias_dtype is not None and ctx.needs_input_grad[position + 1]
+    bias_dtype = ctx.bias_dtype if bias_grad else None
     dx, dweight, dbias = layer_norm_backward(
         dy, x, weight, dsum, ctx.eps, ctx.weight_offset, weight_grad, bias_dtype
     )

@@ -24,6 +24,12 @@ def _unsupported(problem: Problem) -> str | None:
     return None
 
 
+def _rounds_the_mean(problem: Problem) -> str | None:
+    if problem.device.kind == "cpu":
+        return "on a CPU torch rounds the mean, which a row far from zero does not forgive"
+    return None
+
+
 class Library(Variant):
     """torch.nn.functional.layer_norm."""
 
@@ -34,9 +40,7 @@ class Library(Variant):
         return _unsupported(problem)
 
     def declines(self, problem: Problem) -> str | None:
-        if problem.device.kind == "cpu":
-            return "on a CPU torch rounds the mean, which a row far from zero does not forgive"
-        return None
+        return _rounds_the_mean(problem)
 
     def bind(self, problem: Problem, config: None) -> Callable[..., Any]:
         if problem.op == "add_layer_norm":
@@ -55,6 +59,9 @@ class LibraryBackward(Variant):
         if problem.device.kind != "cuda" and narrow:
             return f"on {problem.device.kind} torch rounds the statistics to {problem.dtype('x')}"
         return _unsupported(problem)
+
+    def declines(self, problem: Problem) -> str | None:
+        return _rounds_the_mean(problem)
 
     def bind(self, problem: Problem, config: None) -> Callable[..., Any]:
         return laid_out(_library_backward, semantics.outputs_backward)

@@ -80,8 +80,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, weight, target, bias, class_weight, *options = inputs
     if class_weight is not None and ctx.needs_input_grad[4]:
         raise ArgumentError(
-            "linear_cross_entropy: class_weight requires a gradient, but has none; pass "
-            "class_weight.detach()"
+            "linear_cross_entropy: class_weight requires grad, and this op has no gradient for it; "
+            "pass class_weight.detach()"
         )
     _, lse, denominators = output
     ctx.save_for_backward(x, weight, target, bias, class_weight, lse, denominators)

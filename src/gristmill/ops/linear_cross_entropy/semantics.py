@@ -127,6 +127,8 @@ def _check_target(op: str, target: Any, x: torch.Tensor) -> None:
             f"{op}: target must hold class indices of dtype {checks.listed(TARGETS)}, got "
             f"{checks.listed((target.dtype,))}"
         )
+    if target.layout != torch.strided or target.is_nested:
+        raise ArgumentError(f"{op}: target must be a dense tensor, got layout {target.layout}")
     checks.same_device(op, "target", target, "x", x.device)
     if target.shape != x.shape[:-1]:
         raise ArgumentError(

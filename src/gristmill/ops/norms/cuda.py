@@ -49,6 +49,18 @@ class NormForward(RowVariant):
     def longest(self, problem: Problem) -> int:
         return configs.longest_forward(self.scope, problem, problem.layout)
 
+    def declines(self, problem: Problem) -> str | None:
+        # LayerNorm, 4096x65536: 276 us by clusters, 343 by blocks.
+        details: Details = problem.layout
+        long = details.centered and details.layout.vectors > configs.LONG
+        if (
+            self.scope == "BLOCK"
+            and long
+            and self.sibling("cuda_cluster").supports(problem) is None
+        ):
+            return "several blocks keep weight and bias of such long rows beside them"
+        return super().declines(problem)
+
     def program(self, problem: Problem, config: RowConfig) -> Program:
         details: Details = problem.layout
         arguments = (

@@ -56,7 +56,11 @@ def _values(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the softmax is of, and which rows have nobody in them: those are zeros instead."""
     values = x.to(accumulator(x.dtype))
-    if scale != 1.0:
+    if mask is None and 0.0 < scale != 1.0:
+        # What a row has in common goes before anything is scaled, and rounded.
+        largest = _seen(values.detach(), causal, _NOBODY).amax(-1, keepdim=True)
+        values = (values - largest.masked_fill(largest == _NOBODY, 0.0)) * scale
+    elif scale != 1.0:
         values = values * scale
     if mask is not None:
         if mask.dtype == torch.bool:
