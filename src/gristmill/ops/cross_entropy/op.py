@@ -54,7 +54,7 @@ def cross_entropy(
         target: ``logits.shape[:-1]``, class indices of int64 or int32. One that is neither a class
             nor ``ignore_index`` gives NaN, in its loss and in its row of the gradient.
         weight: ``(V,)``, one for each class, or None.
-        ignore_index: rows with this target have loss 0 and gradient 0, and are not read.
+        ignore_index: rows with this target have loss 0 and gradient 0, whatever they hold.
         label_smoothing: between 0 and 1.
         z_loss: at least 0; under "mean" its part is divided by the number of rows that count.
         softcap: None, or greater than 0.
