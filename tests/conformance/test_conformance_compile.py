@@ -302,7 +302,9 @@ def test_inlined_calls_are_checked() -> None:
 
 
 def test_inline_names_what_there_is() -> None:
-    with pytest.raises(ArgumentError, match=r"'rms_nrm'.*can be inlined: add_rms_norm, rms_norm"):
+    with pytest.raises(
+        ArgumentError, match=r"'rms_nrm'.*can be inlined: .*add_rms_norm.* rms_norm"
+    ):
         gristmill.inline("rms_norm", "rms_nrm")
     with pytest.raises(ArgumentError, match="no op named"):
         gristmill.inline()
