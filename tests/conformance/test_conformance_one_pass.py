@@ -285,3 +285,19 @@ def test_nothing_waits_for_the_device_and_all_can_be_captured(inplace: bool) -> 
     torch.cuda.synchronize()
     for one, other in zip(captured, expected, strict=True):
         assert same_bits(one, other)
+
+
+@pytest.mark.parametrize("needed", [False, True])
+def test_a_gradient_that_nobody_needs_is_not_made_in_a_graph(needed: bool) -> None:
+    logits = torch.randn(6, 50, requires_grad=needed)
+    target = torch.randint(0, 50, (6,))
+    recorder = Recorder()
+    compiled = torch.compile(
+        lambda x: gristmill.cross_entropy(x, target, one_pass=True),
+        fullgraph=True,
+        backend=recorder,
+    )
+    loss = compiled(logits)
+    torch.testing.assert_close(loss, gristmill.cross_entropy(logits, target))
+    name = "cross_entropy_one_pass" if needed else "cross_entropy"
+    assert ours(recorder.forward) == [f"gristmill.{name}"]

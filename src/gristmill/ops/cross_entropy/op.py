@@ -118,7 +118,8 @@ def _one_pass(
             "cross_entropy: inplace works in plain eager mode alone, and something is tracing, "
             "transforming or watching this call; use inplace=False"
         )
-    if not torch.compiler.is_compiling() and is_transformed():
+    transformed = not torch.compiler.is_compiling() and is_transformed()
+    if transformed or not needs_grad(logits, weight):
         loss, lse, _ = CROSS_ENTROPY.dispatch(*args)
         return loss, lse
     loss, lse, _ = CROSS_ENTROPY_ONE_PASS.dispatch(*args)
