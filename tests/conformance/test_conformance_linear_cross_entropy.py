@@ -305,7 +305,7 @@ def test_class_weights_have_no_gradient() -> None:
     x, weight, _, target = inputs()
     class_weight = torch.rand(70, requires_grad=True)
     for call in (gristmill.linear_cross_entropy, torch.compile(gristmill.linear_cross_entropy)):
-        with pytest.raises(Exception, match=r"class_weight requires a gradient.*\.detach\(\)"):
+        with pytest.raises(Exception, match=r"class_weight requires grad.*\.detach\(\)"):
             call(x, weight, target, class_weight=class_weight)
     with pytest.raises(ArgumentError, match="class_weight"):
         gristmill.linear_cross_entropy(x, weight, target, class_weight=class_weight)

@@ -63,7 +63,7 @@ Mix = tuple[torch.dtype, torch.dtype, "torch.dtype | None", str]
 Calls = Callable[[Mix, int, int, "torch.dtype | None"], Iterator[tuple[str, tuple[Any, ...]]]]
 
 TARGETS = [("sm_90a", mix) for mix in MIXES] + [
-    (arch, "fp32" if arch == "sm_80" else "bf16") for arch in KNOWN if arch != "sm_90a"
+    (arch, "bf16") for arch in KNOWN if arch != "sm_90a"
 ]
 
 NAMES_PER_PROGRAM = 16

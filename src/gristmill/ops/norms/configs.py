@@ -77,7 +77,8 @@ def _ahead_items(details: Details) -> int:
 def warp_forward(problem: Problem, details: Details) -> RowConfig:
     """Two vectors a lane where that fills a warp: 32768x256 takes 9.5 us, with one 9.6."""
     # LayerNorm, 32768x1024: 34.9 us with eight vectors in each of 16 lanes, 38.3 with four in 32.
-    eight = details.centered and details.layout.vectors > 64 and not details.wide
+    alone = problem.dtype("residual") is None and not details.wide
+    eight = details.centered and alone and details.layout.vectors > 64
     lanes = min(32, power_of_two(-(-details.layout.vectors // (8 if eight else 2))))
     items = max(1, -(-details.layout.vectors // lanes))
     # 32768x1024: 35.0 us in blocks of 64 threads, 35.6 in blocks of 256; 32768x256: 9.8 and 9.5.
