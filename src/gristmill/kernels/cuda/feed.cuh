@@ -21,7 +21,7 @@ DEVICE constexpr bool one_row(int feed) { return feed == STRAIGHT || feed == ASY
 
 // body(i, column[i]) for each of a thread's vectors, which lie equally far apart. ROLLED: as a loop of AT_ONCE at a time, for
 // bodies that do not index registers by i; it takes fewer of them, so that more blocks fit on an SM (H200, softmax
-// 4096x131072, 512 threads of 8 vectors: 531 us with 32 registers, 577 with 54).
+// 4096x131072, 512 threads of 8 vectors: 531 us with 32 registers, 591 with 54).
 template <bool ROLLED, int AT_ONCE = 4, int ITEMS, class Body>
 DEVICE void each_vector(const unsigned (&column)[ITEMS], const Body& body) {
     if constexpr (ROLLED) {

@@ -32,7 +32,7 @@ from gristmill.select.problem import Problem
 BLOCK_KEEPS = 4096
 BLOCK_KEEPS_BACKWARD = 4096
 # Vectors of a row per block of a cluster (64 KB of what is read), and per thread of it. Forward,
-# 4096x131072: 531 us, 541 in halves of that; backward 747 us, 776 in halves.
+# 4096x131072: 554 us, 557 in halves of that; backward 747 us, 776 in halves.
 CLUSTER_SHARE = 4096
 CLUSTER_SHARE_BACKWARD = 2048
 STAGED_ITEMS = 8
