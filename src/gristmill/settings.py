@@ -50,9 +50,27 @@ USE = Variable(
 )
 TABLE = Variable(
     "GRISTMILL_TABLE",
-    "on|off",
+    "on|off|none",
     "on",
-    "off ignores the user's own tuned table; shipped tables still hold",
+    "off neither reads nor writes the user's own tuned table; none ignores the shipped ones too",
+)
+TUNE = Variable(
+    "GRISTMILL_TUNE",
+    "off|first-call",
+    "off",
+    "first-call times the variants of a problem the first time it is met, and keeps the winner",
+)
+RECORD = Variable(
+    "GRISTMILL_RECORD",
+    "a path",
+    "",
+    "a file that every kind of problem met is written to, for gristmill tune --recorded",
+)
+BATCH_INVARIANT = Variable(
+    "GRISTMILL_BATCH_INVARIANT",
+    "0|1",
+    "0",
+    "1 runs only variants whose rows do not depend on the batch, as gristmill.batch_invariant()",
 )
 LOG = Variable(
     "GRISTMILL_LOG",
@@ -72,7 +90,18 @@ DEBUG = Variable(
     "0",
     "1 stops at a target that is no class, where loss and gradient would be NaN",
 )
-VARIABLES = (CACHE_DIR, JIT, USE, TABLE, LOG, VLLM, DEBUG)
+VARIABLES = (
+    CACHE_DIR,
+    JIT,
+    USE,
+    TABLE,
+    TUNE,
+    RECORD,
+    BATCH_INVARIANT,
+    LOG,
+    VLLM,
+    DEBUG,
+)
 
 VLLM_PARTS = ("norms", "nvfp4")
 
@@ -84,7 +113,10 @@ class Settings:
     cache_dir: Path
     jit: bool
     use: Mapping[str, str]
-    table: bool
+    table: str
+    tune: str
+    record: Path | None
+    batch_invariant: bool
     log: str
     vllm: frozenset[str]
     debug: bool = False
@@ -120,7 +152,10 @@ def _parse(environment: Mapping[str, str]) -> Settings:
         cache_dir=_cache_dir(environment),
         jit=_word(environment, JIT) == "on",
         use=_use(_text(environment, USE)),
-        table=_word(environment, TABLE) == "on",
+        table=_word(environment, TABLE),
+        tune=_word(environment, TUNE),
+        record=_record(_text(environment, RECORD)),
+        batch_invariant=_word(environment, BATCH_INVARIANT) == "1",
         log=_word(environment, LOG),
         vllm=_vllm(_text(environment, VLLM)),
         debug=_word(environment, DEBUG) == "1",
@@ -162,6 +197,16 @@ def _vllm(text: str) -> frozenset[str]:
             f"it takes any of: {', '.join(VLLM_PARTS)}"
         )
     return parts
+
+
+def _record(text: str) -> Path | None:
+    if not text:
+        return None
+    try:
+        # Absolute now: the program may change its folder before it meets its first problem.
+        return Path(text).expanduser().absolute()
+    except RuntimeError as error:
+        raise SettingsError(f"{RECORD.name}={text!r}: {error}") from error
 
 
 def _cache_dir(environment: Mapping[str, str]) -> Path:

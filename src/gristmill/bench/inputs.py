@@ -10,7 +10,7 @@ import torch
 from gristmill.bench.suites import Task
 from gristmill.ops.registry import OPS
 from gristmill.select.device import device_of
-from gristmill.select.timing import rotate, rotation_count
+from gristmill.select.copies import rotate, rotation_count
 
 Arguments = tuple[Any, ...]
 

@@ -30,7 +30,7 @@ from gristmill.jit.nvrtc import compiler_version, include_dir
 from gristmill.ops.registry import OPS
 from gristmill.select.device import device_of
 from gristmill.select.explain import explain_problem
-from gristmill.select.timing import rotate
+from gristmill.select.copies import rotate
 from gristmill.settings import VARIABLES, settings
 
 Report = dict[str, Any]

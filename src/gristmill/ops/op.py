@@ -8,7 +8,7 @@ adds no wiring.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,8 +25,10 @@ from gristmill.ops.direct import (
 )
 from gristmill.select.chooser import resolve
 from gristmill.select.device import Device, device_of
-from gristmill.select.overrides import register_variants, restored, token
+from gristmill.select.overrides import is_batch_invariant, register_variants, restored, token
 from gristmill.select.problem import Problem
+from gristmill.select.record import record
+from gristmill.select.sight import first_sight
 from gristmill.select.variant import Variant
 
 NAMESPACE = "gristmill"
@@ -34,6 +36,9 @@ LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
 # Plans are small, but a growing sequence length makes one per length: forget them all at times.
 PLANS_KEPT = 4096
+
+# Part of every plan key: what is asked of torch.use_deterministic_algorithms.
+are_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
 
 Plan = Callable[..., Any]
 Arguments = tuple[Any, ...]
@@ -103,9 +108,19 @@ class Op:
         """The torch op, e.g. `torch.ops.gristmill.rms_norm.default`."""
         return getattr(getattr(torch.ops, NAMESPACE), self.name).default
 
+    @property
+    def written(self) -> tuple[int, ...]:
+        """Positions of the arguments that the op writes to."""
+        arguments = enumerate(self.overload._schema.arguments)
+        return tuple(at for at, one in arguments if one.alias_info and one.alias_info.is_write)
+
     def problem(self, *args: Any, device: Device | None = None) -> Problem:
         """What the choice of a kernel depends on; with `device` given, meta tensors will do."""
-        return self.problem_on(device or device_of(args[0].device), *args)
+        problem = self.problem_on(device or device_of(args[0].device), *args)
+        deterministic, invariant = are_deterministic(), is_batch_invariant()
+        if deterministic or invariant:
+            problem = replace(problem, deterministic=deterministic, batch_invariant=invariant)
+        return problem
 
     def bind_arguments(self, *args: Any, **kwargs: Any) -> Arguments:
         """A user's call as the op's positional arguments, checked."""
@@ -190,7 +205,10 @@ class Op:
 
     def _plan(self, key: Hashable, args: Arguments) -> Plan:
         self.check(*args)
-        _, plan = resolve(self.name, self.variants, self.problem(*args))
+        problem = self.problem(*args)
+        record(self.name, problem, args)
+        first_sight(self.name, self.variants, problem, args, self.written)
+        _, plan = resolve(self.name, self.variants, problem)
         if len(self._plans) >= PLANS_KEPT:
             self._plans.clear()
         self._plans[key] = plan
@@ -246,7 +264,7 @@ def _key_function(schema: Any) -> Callable[..., Hashable]:
 
     Written out from the schema: a loop over the arguments costs 0.9 us more at every call.
     """
-    parts = ["token()"]
+    parts = ["token()", "deterministic()"]
     for argument in schema.arguments:
         name, kind = argument.name, str(argument.type)
         metadata = "({0}.dtype, {0}.shape, {0}.stride(), {0}.device, {0}.data_ptr() & 15)"
@@ -257,7 +275,8 @@ def _key_function(schema: Any) -> Callable[..., Hashable]:
         else:
             parts.append(name)
     names = ", ".join(argument.name for argument in schema.arguments)
-    key: Callable[..., Hashable] = eval(f"lambda {names}: ({', '.join(parts)})", {"token": token})
+    names_here = {"token": token, "deterministic": are_deterministic}
+    key: Callable[..., Hashable] = eval(f"lambda {names}: ({', '.join(parts)})", names_here)
     return key
 
 

@@ -1,16 +1,16 @@
 """Which kernel runs a problem: problems, variants, tables, overrides, the chooser, timing."""
 
 from gristmill.select.chooser import Choice, ranked, resolve
+from gristmill.select.copies import rotate, rotation_count
 from gristmill.select.counters import counters, reset_counters
 from gristmill.select.device import KNOWN, Device, device_of
 from gristmill.select.explain import ExplainedVariant, Explanation, explain_problem
-from gristmill.select.overrides import active, register_variants, token, use
+from gristmill.select.overrides import active, batch_invariant, register_variants, token, use
 from gristmill.select.problem import HINTS, Problem, bucket
-from gristmill.select.table import Row, RunnerUp, Table, reset_tables, row_for, tables_for
+from gristmill.select.table import Row, RunnerUp, Table
+from gristmill.select.tables import remember, reset_tables, tables_for
 from gristmill.select.timing import (
     Timing,
-    rotate,
-    rotation_count,
     time_copy,
     time_host,
     time_interleaved,
@@ -31,18 +31,19 @@ __all__ = [
     "Timing",
     "Variant",
     "active",
+    "batch_invariant",
     "bucket",
     "counters",
     "device_of",
     "explain_problem",
     "ranked",
     "register_variants",
+    "remember",
     "reset_counters",
     "reset_tables",
     "resolve",
     "rotate",
     "rotation_count",
-    "row_for",
     "tables_for",
     "time_copy",
     "time_host",

@@ -1,13 +1,13 @@
 """Which variant runs a problem, and the plan that runs it.
 
-Order of the decision: forced by name, the user's table, the shipped table, the op's own order of
-preference. Nothing is ever timed here. What cannot be built degrades to the next in that order,
-with one warning; what was asked for by name raises instead.
+Order of the decision: forced by name, what this process has tuned, the user's table, the shipped
+table, the op's own order of preference. Nothing is ever timed here. What cannot be built degrades
+to the next in that order, with one warning; what was asked for by name raises instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -25,7 +25,7 @@ from gristmill.log import warn_once
 from gristmill.select.counters import count_choice, count_fallback
 from gristmill.select.overrides import active
 from gristmill.select.problem import Problem, bucket
-from gristmill.select.table import tables_for
+from gristmill.select.tables import tables_for
 from gristmill.select.variant import Variant
 
 
@@ -48,29 +48,57 @@ def ranked(op_name: str, variants: Sequence[Variant], problem: Problem) -> list[
     name = active().get(op_name)
     if name is not None:
         return [_forced(op_name, name, variants, problem)]
-    choices: list[Choice] = []
-    for source in tables_for(problem.device):
-        found = source.table.lookup(problem, variants)
-        if found is not None:
-            choices.append(Choice(*found, source.label, source.note))
-    refusals = []
+    allowed = [variant for variant in variants if refusal(variant, problem) is None]
+    choices = list(_from_tables(allowed, problem))
+    asked = problem.asked()
     willing: list[Choice] = []
     unwilling: list[Choice] = []
-    for position, variant in enumerate(variants, start=1):
-        reason = variant.supports(problem)
-        if reason is not None:
-            refusals.append(f"{variant.name}: {reason}")
-        elif all(choice.variant is not variant for choice in choices):
+    for variant in allowed:
+        if all(choice.variant is not variant for choice in choices):
+            position = 1 + list(variants).index(variant)
             rank = f"number {position} of {len(variants)} in the order of preference"
-            choice = Choice(variant, variant.config(problem), "preference", rank)
-            (unwilling if variant.declines(problem) else willing).append(choice)
+            choice = Choice(variant, variant.config(asked), "preference", rank)
+            (unwilling if variant.declines(asked) else willing).append(choice)
     choices += willing + unwilling
     if not choices:
+        refusals = "; ".join(f"{one.name}: {refusal(one, problem)}" for one in variants)
         raise VariantUnavailable(
-            f"{op_name}: no variant runs {problem.key(problem.rows)} on {problem.device}: "
-            + "; ".join(refusals)
+            f"{op_name}: no variant runs {problem.key(problem.rows)} on {problem.device}"
+            f"{_modes(problem)}: {refusals}"
         )
     return choices
+
+
+def refusal(variant: Variant, problem: Problem) -> str | None:
+    """Why `variant` may not run `problem`, as asked for here; None if it may."""
+    reason = variant.supports(problem)
+    if reason is None and problem.deterministic:
+        reason = _because("not deterministic", variant.indeterminate(problem))
+    if reason is None and problem.batch_invariant:
+        reason = _because("not batch-invariant", variant.varies_with_batch(problem))
+    return reason
+
+
+def _because(what: str, reason: str | None) -> str | None:
+    return None if reason is None else f"{what}: {reason}"
+
+
+def _modes(problem: Problem) -> str:
+    words = ["deterministic"] * problem.deterministic + [
+        "batch-invariant"
+    ] * problem.batch_invariant
+    return f" as asked for ({' and '.join(words)})" if words else ""
+
+
+def _from_tables(variants: Sequence[Variant], problem: Problem) -> Iterator[Choice]:
+    asked = problem.asked()
+    for source in tables_for(problem.device):
+        if problem.batch_invariant and not source.shipped:
+            # What is tuned may change while a program runs, and a row's bits with it.
+            continue
+        found = source.table.lookup(asked, variants)
+        if found is not None:
+            yield Choice(*found, source.label, source.note)
 
 
 def resolve(
@@ -139,19 +167,18 @@ def _forced(op_name: str, name: str, variants: Sequence[Variant], problem: Probl
     if variant is None:
         known = ", ".join(one.name for one in variants)
         raise UnknownVariant(f"{op_name} has no variant {name!r}; there are: {known}")
-    reason = variant.supports(problem)
+    reason = refusal(variant, problem)
     if reason is not None:
         raise VariantUnavailable(
             f"{op_name}: variant {name!r} was asked for by name, but cannot run "
             f"{problem.key(problem.rows)} on {problem.device}: {reason}"
         )
     # A name says which kernel, not how: a measured config of that very variant still applies.
-    for source in tables_for(problem.device):
-        found = source.table.lookup(problem, variants)
-        if found is not None and found[0] is variant:
-            detail = f"asked for by name; config from the {source.label}"
-            return Choice(variant, found[1], "forced", detail)
-    return Choice(variant, variant.config(problem), "forced", "asked for by name")
+    for choice in _from_tables(variants, problem):
+        if choice.variant is variant:
+            detail = f"asked for by name; config from the {choice.source}"
+            return Choice(variant, choice.config, "forced", detail)
+    return Choice(variant, variant.config(problem.asked()), "forced", "asked for by name")
 
 
 def _warn_if_capturing(op_name: str, choice: Choice, problem: Problem) -> None:

@@ -10,7 +10,7 @@ from gristmill.errors import UnknownVariant, VariantUnavailable
 from gristmill.select.chooser import Choice, failure_of, ranked
 from gristmill.select.configs import config_to_json
 from gristmill.select.problem import Problem, bucket
-from gristmill.select.table import tables_for
+from gristmill.select.tables import tables_for
 from gristmill.select.variant import Variant
 
 

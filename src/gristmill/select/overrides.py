@@ -1,7 +1,9 @@
-"""Forcing a variant by name: `with gristmill.use("rms_norm", "library"): ...` and GRISTMILL_USE.
+"""What a block of code asks of the chooser: a variant by name, rows that know no batch, tuning.
 
-The active overrides live in one ContextVar, so threads and async tasks do not see each other's.
-Its value is None until the first `use`: then the environment alone rules, read when first needed.
+`with gristmill.use("rms_norm", "library"): ...`, `with gristmill.batch_invariant(): ...` and
+`gristmill.tune`. All of it lives in one ContextVar, so threads and async tasks do not see each
+other's. Its value is None until the first of these: then the environment alone rules, read when
+first needed.
 """
 
 from __future__ import annotations
@@ -11,18 +13,29 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
-from typing import cast
+from typing import NamedTuple, cast
 
 from gristmill.errors import UnknownVariant
 from gristmill.settings import settings
 
-_Layer = tuple[tuple[str, str], ...]
 
-_ACTIVE: ContextVar[_Layer | None] = ContextVar("gristmill_use", default=None)
+class Modes(NamedTuple):
+    """What is asked for here. None: nothing said, the environment rules.
+
+    `use`: (op, variant) pairs, sorted. `tuning`: the number of the `tune` region this is.
+    """
+
+    use: tuple[tuple[str, str], ...] | None = None
+    batch_invariant: bool | None = None
+    tuning: int | None = None
+
+
+_NOTHING = Modes()
+_ACTIVE: ContextVar[Modes | None] = ContextVar("gristmill_modes", default=None)
 _REGISTRY: dict[str, tuple[str, ...]] = {}
 
-# Part of every plan key, hence the bare C method: equal overrides give equal tokens, so leaving
-# and entering the same `use` finds its plans again.
+# Part of every plan key, hence the bare C method: equal modes give equal tokens, so leaving and
+# entering the same `use` finds its plans again.
 token: Callable[[], Hashable] = _ACTIVE.get
 
 
@@ -31,28 +44,54 @@ def register_variants(op: str, names: Iterable[str]) -> None:
     _REGISTRY[op] = tuple(names)
 
 
+def forget_variants(op: str) -> None:
+    """The opposite, for what does not live as long as the process."""
+    _REGISTRY.pop(op, None)
+
+
 def active() -> Mapping[str, str]:
-    """The overrides in force here: op name -> variant name."""
-    layer = _ACTIVE.get()
-    return _from_environment() if layer is None else MappingProxyType(dict(layer))
+    """The variants asked for by name here: op name -> variant name."""
+    modes = _ACTIVE.get()
+    if modes is None or modes.use is None:
+        return _from_environment()
+    return MappingProxyType(dict(modes.use))
+
+
+def is_batch_invariant() -> bool:
+    """Whether rows must not depend on the batch here."""
+    modes = _ACTIVE.get()
+    if modes is None or modes.batch_invariant is None:
+        return settings().batch_invariant
+    return modes.batch_invariant
+
+
+def tuning_region() -> int | None:
+    """The number of the innermost `tune` region around here, if there is one."""
+    modes = _ACTIVE.get()
+    return None if modes is None else modes.tuning
 
 
 @contextmanager
-def restored(layer: Hashable) -> Iterator[None]:
-    """The overrides of an earlier `token()`, beneath those that are in force here.
+def restored(modes: Hashable) -> Iterator[None]:
+    """The modes of an earlier `token()`, beneath those that are in force here.
 
     Autograd runs backward passes on CUDA in threads of its own, which know nothing of the caller's
     context: they get that of their forward pass.
     """
-    if layer is None:
+    if modes is None:
         yield
         return
-    both = {**dict(cast(_Layer, layer)), **dict(_ACTIVE.get() or ())}
-    reset = _ACTIVE.set(tuple(sorted(both.items())))
-    try:
+    before, here = cast(Modes, modes), _ACTIVE.get() or _NOTHING
+    use = before.use
+    if here.use is not None:
+        use = tuple(sorted({**dict(before.use or ()), **dict(here.use)}.items()))
+    both = Modes(
+        use,
+        before.batch_invariant if here.batch_invariant is None else here.batch_invariant,
+        before.tuning if here.tuning is None else here.tuning,
+    )
+    with _entered(both):
         yield
-    finally:
-        _ACTIVE.reset(reset)
 
 
 def use(op: str, variant: str) -> AbstractContextManager[None]:
@@ -63,12 +102,40 @@ def use(op: str, variant: str) -> AbstractContextManager[None]:
     UnknownVariant here; a variant that cannot run a call raises VariantUnavailable at that call.
     """
     _check(op, variant, f"use({op!r}, {variant!r})")
-    return _pushed(op, variant)
+    return _using(op, variant)
 
 
 @contextmanager
-def _pushed(op: str, variant: str) -> Iterator[None]:
-    reset = _ACTIVE.set(tuple(sorted({**active(), op: variant}.items())))
+def _using(op: str, variant: str) -> Iterator[None]:
+    use = tuple(sorted({**active(), op: variant}.items()))
+    with _entered((_ACTIVE.get() or _NOTHING)._replace(use=use)):
+        yield
+
+
+@contextmanager
+def batch_invariant(enabled: bool = True) -> Iterator[None]:
+    """Inside the `with` block a row's result depends on that row alone, bit by bit.
+
+    Only variants that promise so run, with launches that do not depend on how many rows there are:
+    row i of a batch equals the same row alone, wherever in memory either lies. It costs some speed
+    where the best launch for few rows is not the best for many. An op with no such variant raises
+    VariantUnavailable. Nests, holds for the current thread or async task only, and a backward pass
+    follows its forward pass; for a whole process set GRISTMILL_BATCH_INVARIANT=1.
+    """
+    with _entered((_ACTIVE.get() or _NOTHING)._replace(batch_invariant=bool(enabled))):
+        yield
+
+
+@contextmanager
+def tuning(region: int) -> Iterator[None]:
+    """Problems met inside the block are tuned; `region` tells one such block from another."""
+    with _entered((_ACTIVE.get() or _NOTHING)._replace(tuning=region)):
+        yield
+
+
+@contextmanager
+def _entered(modes: Modes) -> Iterator[None]:
+    reset = _ACTIVE.set(modes)
     try:
         yield
     finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gristmill.select.device import Device
@@ -11,6 +11,10 @@ from gristmill.select.device import Device
 # The row counts at which kernels are tuned. Each is about four times the last: fine enough that
 # the best kernel seldom changes within a bucket, few enough that a table stays readable.
 HINTS = (1, 16, 64, 256, 1024, 4096, 16384, 65536)
+
+# The row count that stands for all where a choice may not depend on it: a batch of decoding
+# sequences or a short prompt.
+CANONICAL_ROWS = 256
 
 
 def bucket(rows: int, hints: Sequence[int] = HINTS) -> int:
@@ -34,7 +38,8 @@ class Problem:
     `dims` are the dimensions a kernel specialises on (N of a row op), `dtypes` name the tensors
     that are there (an absent weight has no entry), `flags` are the words for layout and options.
     `layout` is what a plan needs beyond what a choice depends on (exact strides, say): it takes no
-    part in comparisons and in table keys.
+    part in comparisons and in table keys. `deterministic` and `batch_invariant` say which variants
+    may take part; they are in no table key either.
     """
 
     op: str
@@ -44,6 +49,8 @@ class Problem:
     flags: tuple[str, ...]
     device: Device
     layout: Any = field(default=None, compare=False, repr=False)
+    deterministic: bool = False
+    batch_invariant: bool = False
 
     def dim(self, name: str) -> int:
         for key, value in self.dims:
@@ -57,7 +64,18 @@ class Problem:
                 return value
         return None
 
-    def key(self, hint: int) -> str:
+    def asked(self) -> Problem:
+        """The problem as tables and configs are asked about it.
+
+        Where rows must not depend on the batch, the choice must not depend on their number.
+        """
+        return replace(self, rows=CANONICAL_ROWS) if self.batch_invariant else self
+
+    def family(self) -> str:
+        """`key` without the rows: what all sizes of one kind of problem have in common."""
+        return self.key("*")
+
+    def key(self, hint: int | str) -> str:
         """The line that names this problem in a table, with `hint` for its rows.
 
         The device is not in it: a table belongs to one GPU.

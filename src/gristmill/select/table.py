@@ -14,36 +14,39 @@ import re
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from gristmill.errors import TableError
-from gristmill.log import warn_once
-from gristmill.select.configs import config_from_json, config_to_json
-from gristmill.select.problem import bucket
-from gristmill.settings import settings
+from gristmill.select.configs import config_from_json
+from gristmill.select.problem import HINTS, bucket
 
 if TYPE_CHECKING:
     from gristmill.select.device import Device
     from gristmill.select.problem import Problem
     from gristmill.select.variant import Variant
 
-SCHEMA = 1
+SCHEMA = 2
+
+_ROWS_WORD = re.compile(r" rows=(\d+)\b")
 
 
 @dataclass(frozen=True)
 class RunnerUp:
-    """The second best in the measurement that made a row."""
+    """The second best in the measurement that made a row; `config` as in the row."""
 
     variant: str
     us: float
+    config: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measured choice; `config` holds plain JSON values."""
+    """One measured choice; `config` holds plain JSON values.
+
+    `rows`: the row count at which it was measured. `times`: the best time of each variant that
+    took part, of `candidates` launches in all. `torch`: the version it was measured with.
+    """
 
     key: str
     variant: str
@@ -53,29 +56,22 @@ class Row:
     second: RunnerUp | None
     date: str
     source_hash: str
+    rows: int
+    times: Mapping[str, float]
+    candidates: int
+    torch: str
 
+    @property
+    def hint(self) -> int:
+        return _split(self.key)[1]
 
-def row_for(
-    problem: Problem,
-    variant: Variant,
-    config: Any,
-    *,
-    us: float,
-    spread_us: float,
-    second: RunnerUp | None,
-    date: str,
-) -> Row:
-    """The row that says `variant` with `config` won at the bucket of `problem`."""
-    return Row(
-        key=problem.key(bucket(problem.rows)),
-        variant=variant.name,
-        config=config_to_json(config),
-        us=us,
-        spread_us=spread_us,
-        second=second,
-        date=date,
-        source_hash=variant.source_hash(problem, config),
-    )
+    @property
+    def family(self) -> str:
+        return _split(self.key)[0]
+
+    def launch(self) -> str:
+        """What the row says to run, in words that compare."""
+        return f"{self.variant} {json.dumps(self.config, sort_keys=True)}"
 
 
 @dataclass
@@ -87,6 +83,8 @@ class Table:
     multiprocessors: int
     rows: dict[str, Row] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)
+    # family -> its hints: the usual ones and those at which tuning has split a bucket.
+    _hints: dict[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def for_device(cls, device: Device) -> Table:
@@ -99,11 +97,16 @@ class Table:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise TableError(f"table {path}: cannot be read: {error}") from error
-        return _parse(text, str(path))
+        return parse(text, str(path))
 
     def put(self, row: Row) -> None:
         """Add a row; one with the same key is replaced."""
+        known = self._hints.get(row.family, HINTS)
+        if row.hint not in known:
+            known = tuple(sorted({*known, row.hint}))
+        # First the row, then the hint that leads to it: other threads may be looking.
         self.rows[row.key] = row
+        self._hints[row.family] = known
 
     def save(self, path: Path) -> None:
         """Merge these rows into the file at `path` and write it in one atomic step.
@@ -119,9 +122,20 @@ class Table:
             merged = {**known.rows, **merged}
         _write_atomically(path, self._text(merged.values()))
 
+    def hint(self, problem: Problem) -> int:
+        """The size at which this problem's choice is measured: the nearest, in log space."""
+        return bucket(problem.rows, self._hints.get(problem.family(), HINTS))
+
+    def key(self, problem: Problem) -> str:
+        """The key of the row that speaks for `problem`, whether or not it is there."""
+        return problem.key(self.hint(problem))
+
+    def row(self, problem: Problem) -> Row | None:
+        return self.rows.get(self.key(problem))
+
     def lookup(self, problem: Problem, variants: Sequence[Variant]) -> tuple[Variant, Any] | None:
         """The variant and config that won at this problem's bucket, if the row still holds."""
-        key = problem.key(bucket(problem.rows))
+        key = self.key(problem)
         row = self.rows.get(key)
         if row is None:
             return None
@@ -139,96 +153,9 @@ class Table:
             "arch": self.arch,
             "multiprocessors": self.multiprocessors,
         }
-        lines = [json.dumps(dataclasses.asdict(row)) for row in sorted(rows, key=_natural)]
+        lines = [row_to_json(row) for row in sorted(rows, key=_natural)]
         body = ",\n".join(f"    {line}" for line in lines)
         return f'{json.dumps(head, indent=2)[:-2]},\n  "rows": [\n{body}\n  ]\n}}\n'
-
-
-@dataclass(frozen=True)
-class TableSource:
-    """A table that takes part in choices: which one it is, and how to say so."""
-
-    label: str
-    table: Table
-    note: str
-
-
-_LOADED: dict[tuple[str, str], tuple[TableSource, ...]] = {}
-_LOCK = Lock()
-
-
-def tables_for(device: Device) -> tuple[TableSource, ...]:
-    """The tables that apply to `device`, the user's before the shipped one; read once."""
-    key = (device.name, device.arch)
-    found = _LOADED.get(key)
-    if found is None:
-        with _LOCK:
-            found = _LOADED.get(key)
-            if found is None:
-                sources = (_user_table(device), _shipped_table(device))
-                found = tuple(source for source in sources if source is not None)
-                _LOADED[key] = found
-    return found
-
-
-def reset_tables() -> None:
-    """Forget what was read, so that the next choice reads the files again."""
-    with _LOCK:
-        _LOADED.clear()
-
-
-def slug(gpu: str) -> str:
-    """A GPU's name as a file name: "NVIDIA H200" -> "nvidia-h200"."""
-    return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") or "unknown"
-
-
-def user_table_path(device: Device) -> Path:
-    return settings().cache_dir / "tables" / f"{slug(device.name)}.json"
-
-
-def _user_table(device: Device) -> TableSource | None:
-    if not settings().table:
-        return None
-    path = user_table_path(device)
-    try:
-        if not path.exists():
-            return None
-        table = Table.load(path)
-        if table.gpu != device.name:
-            raise TableError(f"table {path}: is for {table.gpu!r}, not for {device.name!r}")
-    except (TableError, OSError) as error:
-        warn_once(f"table {path}", f"{error}; it is ignored")
-        return None
-    return TableSource("user table", table, f"measured on this machine's {device.name}")
-
-
-def _shipped_table(device: Device) -> TableSource | None:
-    """The shipped table of this GPU, else of the same architecture's GPU nearest in size."""
-    tables = [table for table in _shipped() if table.arch == device.arch]
-    for table in tables:
-        if table.gpu == device.name:
-            return TableSource("shipped table", table, f"measured on {table.gpu}")
-    if not device.arch or not tables:
-        return None
-    nearest = min(
-        tables, key=lambda table: (abs(table.multiprocessors - device.multiprocessors), table.gpu)
-    )
-    note = f"measured on {nearest.gpu}, the nearest {device.arch} GPU with a table"
-    return TableSource("shipped table", nearest, note)
-
-
-def _shipped() -> list[Table]:
-    folder = resources.files("gristmill").joinpath("tables")
-    if not folder.is_dir():
-        return []
-    tables = []
-    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
-        if entry.name.endswith(".json"):
-            try:
-                tables.append(_parse(entry.read_text(encoding="utf-8"), str(entry)))
-            except (TableError, OSError, UnicodeDecodeError) as error:
-                warn_once(f"table {entry}", f"{error}; it is ignored")
-    return tables
 
 
 def _revive(row: Row, problem: Problem, variants: Sequence[Variant]) -> tuple[Variant, Any] | str:
@@ -254,7 +181,8 @@ def _natural(row: Row) -> list[tuple[int, str]]:
     return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in pieces]
 
 
-def _parse(text: str, where: str) -> Table:
+def parse(text: str, where: str) -> Table:
+    """A table from its text; TableError, naming `where`, for anything that is not one."""
     try:
         data = json.loads(text)
     except ValueError as error:
@@ -278,26 +206,54 @@ def _parse(text: str, where: str) -> Table:
     return table
 
 
+def row_to_json(row: Row) -> str:
+    """One line of a table file; also what ranks tell each other."""
+    return json.dumps(dataclasses.asdict(row))
+
+
+def row_from_json(text: str) -> Row:
+    return _parse_row(json.loads(text))
+
+
 def _parse_row(entry: object) -> Row:
     if not isinstance(entry, dict):
         raise ValueError(f"a row must be an object, got {entry!r}")
-    config, second = entry.get("config"), entry.get("second")
-    if not (config is None or isinstance(config, dict)):
-        raise ValueError(f"'config' must be an object or null, got {config!r}")
+    second, key = entry.get("second"), _typed(entry, "key", str)
     if not (second is None or isinstance(second, dict)):
         raise ValueError(f"'second' must be an object or null, got {second!r}")
+    if not _ROWS_WORD.search(key):
+        raise ValueError(f"'key' must name rows=..., got {key!r}")
     return Row(
-        key=_typed(entry, "key", str),
+        key=key,
         variant=_typed(entry, "variant", str),
-        config=config,
+        config=_config(entry),
         us=_typed(entry, "us", float),
         spread_us=_typed(entry, "spread_us", float),
         second=None
         if second is None
-        else RunnerUp(_typed(second, "variant", str), _typed(second, "us", float)),
+        else RunnerUp(_typed(second, "variant", str), _typed(second, "us", float), _config(second)),
         date=_typed(entry, "date", str),
         source_hash=_typed(entry, "source_hash", str),
+        rows=_typed(entry, "rows", int),
+        times={name: _typed(entry["times"], name, float) for name in _typed(entry, "times", dict)},
+        candidates=_typed(entry, "candidates", int),
+        torch=_typed(entry, "torch", str),
     )
+
+
+def _config(entry: Mapping[str, Any]) -> dict[str, Any] | None:
+    config = entry.get("config")
+    if not (config is None or isinstance(config, dict)):
+        raise ValueError(f"'config' must be an object or null, got {config!r}")
+    return config
+
+
+def _split(key: str) -> tuple[str, int]:
+    """A key as its family and its hint."""
+    found = _ROWS_WORD.search(key)
+    if found is None:
+        raise ValueError(f"{key!r} names no rows")
+    return f"{key[: found.start()]} rows=*{key[found.end() :]}", int(found.group(1))
 
 
 def _typed(entry: Mapping[str, Any], name: str, kind: type) -> Any:

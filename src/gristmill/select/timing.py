@@ -24,10 +24,10 @@ from typing import Any, Protocol
 import torch
 
 from gristmill.errors import ArgumentError
+from gristmill.select.copies import Arguments, rotation_count
 from gristmill.select.device import device_of
 
 Function = Callable[..., Any]
-Arguments = tuple[Any, ...]
 Progress = Callable[[int, int], None]
 
 # Below this many calls a graph's launch (a few us) would show in the time per call, unless a pass
@@ -35,6 +35,8 @@ Progress = Callable[[int, int], None]
 _LEAST_CALLS = 20
 _LONG_PASS = 5
 _WARM_UP_CALLS = 3
+# After so many rounds of samples the hopeless ones are known.
+_TRIAL_ROUNDS = 2
 # A graph node costs host time to capture and device memory to hold; no sample needs more.
 _MOST_CALLS = 4096
 
@@ -53,40 +55,20 @@ class Timing:
     method: str
 
 
-def rotation_count(bytes_per_set: int, l2_bytes: int, *, most: int = 1024) -> int:
-    """How many copies of the arguments keep the calls from finding them in L2.
-
-    Together at least five times L2 and 300 MB, and two copies or more unless one alone is larger
-    than that. At most `most`: sets that small take so little time that a sample seldom needs one
-    twice, and L2 is read over before the sample.
-    """
-    enough = max(5 * l2_bytes, 300_000_000)
-    if bytes_per_set > enough:
-        return 1
-    return min(most, max(2, math.ceil(enough / max(1, bytes_per_set))))
-
-
-def rotate(args: Sequence[Any], count: int) -> list[Arguments]:
-    """`count` copies of `args`, each tensor with memory of its own.
-
-    Strides, expanded dimensions, and the alignment of the first element stay as they are: kernels
-    are chosen by them. The originals are not among the copies, so an op may write to them.
-    """
-    return [_copied(args) for _ in range(count)]
-
-
 def time_interleaved(
     candidates: Mapping[str, Function],
     argsets: Sequence[Arguments],
     *,
     samples: int = 11,
     min_us_per_sample: float = 200.0,
+    hopeless: float | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Timing | Exception]:
     """Time each candidate as `function(*args)` over `argsets`, taking turns sample by sample.
 
-    A candidate that raises gets its exception for a result and the others go on. `progress` is
-    called with the number of samples taken so far and their total.
+    A candidate that raises gets its exception for a result and the others go on. With `hopeless`,
+    one whose best sample is that many times the best of all after two rounds gets no more of them.
+    `progress` is called with the number of samples taken so far and their total.
     """
     if not argsets or samples < 1:
         raise ArgumentError(
@@ -103,17 +85,22 @@ def time_interleaved(
             except Exception as error:
                 failures[name] = error
         times: dict[str, list[float]] = {name: [] for name in samplers}
+        methods = {name: sampler.method for name, sampler in samplers.items()}
         for number in range(samples):
-            for position, (name, sampler) in enumerate(samplers.items(), start=1):
-                if name not in failures:
+            for position, name in enumerate(methods, start=1):
+                if name in samplers:
                     try:
-                        times[name].append(sampler.sample())
+                        times[name].append(samplers[name].sample())
                     except Exception as error:
                         failures[name] = error
+                        del samplers[name]
                 if progress is not None:
-                    progress(number * len(samplers) + position, samples * len(samplers))
+                    progress(number * len(methods) + position, samples * len(methods))
+            if hopeless is not None and number + 1 == _TRIAL_ROUNDS and samplers:
+                limit = hopeless * min(min(times[name]) for name in samplers)
+                samplers = {one: it for one, it in samplers.items() if min(times[one]) <= limit}
     return {
-        name: failures[name] if name in failures else _timing(times[name], samplers[name].method)
+        name: failures[name] if name in failures else _timing(times[name], methods[name])
         for name in candidates
     }
 
@@ -315,38 +302,3 @@ def _cuda_device_of(argsets: Sequence[Any]) -> torch.device | None:
             if found is not None:
                 return found
     return None
-
-
-def _copied(args: Sequence[Any]) -> Arguments:
-    # A tensor that is passed twice is passed twice in the copy too: aliasing changes the problem.
-    copies: dict[int, torch.Tensor] = {}
-
-    def copied(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            if id(value) not in copies:
-                copies[id(value)] = _copied_tensor(value)
-            return copies[id(value)]
-        if isinstance(value, (tuple, list)):
-            return type(value)(copied(item) for item in value)
-        return value
-
-    return tuple(copied(value) for value in args)
-
-
-# Finer than any allocator's own alignment, coarser than any vector load.
-_ALIGNMENT = 64
-
-
-def _copied_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    source = tensor.detach()
-    size, stride = source.size(), source.stride()
-    span = 0
-    if source.numel() > 0:
-        span = 1 + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
-    offset = source.data_ptr() % _ALIGNMENT // source.element_size()
-    memory = torch.empty(offset + span, dtype=source.dtype, device=source.device)
-    if span > 0:
-        # One flat copy of the memory under the view; what lies between its rows comes along.
-        memory[offset:].copy_(source.as_strided((span,), (1,)))
-    copy = memory.as_strided(size, stride, offset)
-    return copy.requires_grad_(tensor.requires_grad)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
@@ -48,16 +48,38 @@ class Variant(ABC):
         """The configuration for `problem` when no table knows better."""
         return None
 
+    def configs(self, problem: Problem) -> Sequence[Any]:
+        """The configurations worth timing for `problem`, that of `config` first."""
+        return (self.config(problem),)
+
+    def indeterminate(self, problem: Problem) -> str | None:
+        """Why two runs on the same input may differ in their bits, if so.
+
+        Asked under torch.use_deterministic_algorithms(True).
+        """
+        return None
+
+    def varies_with_batch(self, problem: Problem) -> str | None:
+        """Why the bits of one row may depend on the other rows, or on how many there are.
+
+        Asked under gristmill.batch_invariant(), where `config` is asked with a fixed number of
+        rows. A variant that answers None promises it for every launch that `config` gives.
+        """
+        return "does not promise that rows are independent of the batch"
+
     def programs(self, problem: Problem, config: Any) -> tuple[Program, ...]:
         """What `bind` would compile; empty when nothing is compiled."""
         return ()
 
     def source_hash(self, problem: Problem, config: Any) -> str:
-        """Changes whenever the device code does: a measured row with another hash is stale."""
+        """Changes whenever the device code does: a measured row with another hash is stale.
+
+        Of the texts, not of what is instantiated from them: that may differ within a bucket.
+        """
         programs = self.programs(problem, config)
         if not programs:
             return ""
-        joined = "\n".join(program.digest() for program in programs)
+        joined = "\n".join(sorted({program.source_digest() for program in programs}))
         return hashlib.sha256(joined.encode()).hexdigest()[:16]
 
     def __repr__(self) -> str:

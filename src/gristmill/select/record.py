@@ -1,0 +1,161 @@
+"""GRISTMILL_RECORD: the problems a run met, one JSON object per line, for `gristmill tune`.
+
+A line describes the arguments of one call: of tensors all that a choice depends on (shape, strides,
+dtype, alignment, which of them are the same), not their values. Each kind of problem is written
+once per process and row count, by a single append, so that several processes may share a file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import torch
+
+from gristmill.errors import ArgumentError
+from gristmill.log import warn_once
+from gristmill.select.problem import Problem
+from gristmill.settings import settings
+
+# A growing length is a new problem at every step; nobody tunes more than this many.
+MOST = 10_000
+
+_ALIGNMENT = 64
+_seen: set[tuple[Path, str]] = set()
+_lock = Lock()
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One line of a recording: `key` names the problem, `arguments` describe the op's arguments."""
+
+    op: str
+    key: str
+    device: str
+    arguments: tuple[Any, ...]
+
+
+def record(op: str, problem: Problem, args: tuple[Any, ...]) -> None:
+    """Write the problem down if GRISTMILL_RECORD asks for it and it is new."""
+    path = settings().record
+    if path is None:
+        return
+    key = problem.key(problem.rows)
+    with _lock:
+        if (path, key) in _seen or len(_seen) >= MOST:
+            return
+        _seen.add((path, key))
+        entry = {"op": op, "key": key, "device": problem.device.name, "arguments": described(args)}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
+        except OSError as error:
+            warn_once(f"record {path}", f"GRISTMILL_RECORD: {path} cannot be written to: {error}")
+
+
+def forget_recorded() -> None:
+    """Write every problem down again when it is met again (tests)."""
+    with _lock:
+        _seen.clear()
+
+
+def read_recording(path: Path) -> list[Recorded]:
+    """The problems of a recording, each once; ArgumentError, with the line, for anything else."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentError(f"recording {path}: cannot be read: {error}") from error
+    found: dict[str, Recorded] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            one = Recorded(
+                str(entry["op"]), str(entry["key"]), str(entry["device"]), tuple(entry["arguments"])
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise ArgumentError(
+                f"recording {path}: line {number} is not one of a recording: {error!r}"
+            ) from error
+        found.setdefault(one.key, one)
+    return list(found.values())
+
+
+def described(args: tuple[Any, ...]) -> list[Any]:
+    """Arguments as JSON: tensors by their metadata, dtypes by name, the rest as it is."""
+    first: dict[int, int] = {}
+    return [_described(value, position, first) for position, value in enumerate(args)]
+
+
+def _described(value: Any, position: int, first: dict[int, int]) -> Any:
+    if isinstance(value, torch.dtype):
+        return {"dtype": _name(value)}
+    if not isinstance(value, torch.Tensor):
+        return value
+    if id(value) in first:
+        return {"same_as": first[id(value)]}
+    first[id(value)] = position
+    return {
+        "shape": list(value.shape),
+        "stride": list(value.stride()),
+        "dtype": _name(value.dtype),
+        "offset": value.data_ptr() % _ALIGNMENT,
+    }
+
+
+def rebuilt(
+    recorded: Recorded, device: torch.device | str, limits: Mapping[int, int]
+) -> tuple[Any, ...]:
+    """Arguments of that kind, on `device`, with random values.
+
+    `limits`: for arguments that hold indices, by position, what they index: values below it.
+    """
+    values: list[Any] = []
+    for position, entry in enumerate(recorded.arguments):
+        if not isinstance(entry, dict):
+            values.append(entry)
+        elif "same_as" in entry:
+            values.append(values[entry["same_as"]])
+        elif "shape" not in entry:
+            values.append(getattr(torch, entry["dtype"]))
+        else:
+            values.append(_tensor(entry, device, limits.get(position, 2)))
+    return tuple(values)
+
+
+def _tensor(entry: Mapping[str, Any], device: torch.device | str, limit: int) -> torch.Tensor:
+    dtype: torch.dtype = getattr(torch, entry["dtype"])
+    shape, stride = tuple(entry["shape"]), tuple(entry["stride"])
+    offset = int(entry["offset"]) // dtype.itemsize
+    span = 0
+    if 0 not in shape:
+        span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    memory = torch.cat([part.to(dtype) for part in _values(offset + span, dtype, device, limit)])
+    return memory.as_strided(shape, stride, offset)
+
+
+def _values(
+    count: int, dtype: torch.dtype, device: torch.device | str, limit: int
+) -> Iterator[torch.Tensor]:
+    """`count` random numbers that suit a dtype, in pieces that need little room beside it."""
+    piece = 1 << 26
+    for start in range(0, max(1, count), piece):
+        size = max(0, min(piece, count - start))
+        if dtype.is_floating_point:
+            yield torch.randn(size, device=device).to(dtype)
+        elif dtype == torch.bool:
+            yield torch.rand(size, device=device) < 0.9
+        elif dtype == torch.uint8:
+            yield torch.randint(0, 256, (size,), dtype=dtype, device=device)
+        else:
+            yield torch.randint(0, max(1, limit), (size,), dtype=dtype, device=device)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,182 @@
+"""What happens when a problem is met for the first time: ranks compare notes, it is tuned if asked.
+
+With GRISTMILL_TUNE=first-call, or inside `gristmill.tune`, a problem that no row speaks for is
+timed, and the row then takes part in this and all later choices. Between ranks one times and the
+others take its word. Never during the capture of a CUDA graph, and never where the same bits are
+asked for on every run: the choice would then depend on the weather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from threading import Lock, RLock
+from typing import Any
+
+import torch
+
+from gristmill.errors import GristmillError
+from gristmill.log import logger, warn_once
+from gristmill.select import agreement
+from gristmill.select.device import Device
+from gristmill.select.overrides import active, tuning_region
+from gristmill.select.problem import Problem
+from gristmill.select.table import Row, row_from_json, row_to_json
+from gristmill.select.tables import remember, tables_for
+from gristmill.select.tuning import Outcome, tune
+from gristmill.select.variant import Variant
+from gristmill.settings import settings
+from gristmill.version import __version__
+
+# One problem at a time in a process; threads that meet the same one find its row afterwards.
+_TUNING = RLock()
+
+
+@dataclass
+class Region:
+    """A `tune` region: what it has measured. `again`: also what a row speaks for already."""
+
+    again: bool = False
+    thorough: bool = False
+    outcomes: list[Outcome] = field(default_factory=list)
+    seen: set[str] = field(default_factory=set)
+    progress: Callable[[str], None] | None = None
+
+
+_REGIONS: dict[int, Region] = {}
+_NUMBERS = count(1)
+_LOCK = Lock()
+
+
+def open_region(region: Region) -> int:
+    """Make a region known by a number, which `overrides.tuning` carries to where it is used."""
+    with _LOCK:
+        number = next(_NUMBERS)
+        _REGIONS[number] = region
+    return number
+
+
+def close_region(number: int) -> None:
+    with _LOCK:
+        _REGIONS.pop(number, None)
+
+
+def first_sight(
+    op_name: str,
+    variants: Sequence[Variant],
+    problem: Problem,
+    args: tuple[Any, ...],
+    written: Collection[int] = (),
+) -> None:
+    """Called before a choice is made that is not remembered yet; may add a row for it."""
+    compare_ranks(problem.device)
+    number = tuning_region()
+    region = None if number is None else _REGIONS.get(number)
+    if region is None and settings().tune == "off":
+        return
+    if region is None and (problem.deterministic or problem.batch_invariant):
+        return
+    if op_name in active() or is_capturing(problem.device):
+        return
+    try:
+        _tune(op_name, variants, problem, args, written, region)
+    except (GristmillError, RuntimeError) as error:
+        warn_once(
+            f"tuning {op_name} {type(error).__name__}",
+            f"{op_name}: {problem.key(problem.rows)} could not be tuned, the usual choice is "
+            f"taken: {type(error).__name__}: {error}",
+        )
+
+
+def is_capturing(device: Device) -> bool:
+    """Whether a CUDA graph is being captured here: nothing may be timed then."""
+    if device.kind != "cuda" or not torch.cuda.is_initialized():
+        return False
+    return bool(torch.cuda.is_current_stream_capturing())
+
+
+def spoken_for(problem: Problem, variants: Sequence[Variant]) -> bool:
+    """Whether a row of this process or of the user holds for `problem`."""
+    sources = [source for source in tables_for(problem.device) if not source.shipped]
+    return any(source.table.lookup(problem.asked(), variants) is not None for source in sources)
+
+
+def table_key(problem: Problem) -> str:
+    """The key of the row that would speak for `problem`, by the hints of all tables."""
+    measured = tables_for(problem.device)
+    for source in measured:
+        if source.table.row(problem.asked()) is not None:
+            return source.table.key(problem.asked())
+    return measured[0].table.key(problem.asked())
+
+
+def _tune(
+    op_name: str,
+    variants: Sequence[Variant],
+    problem: Problem,
+    args: tuple[Any, ...],
+    written: Collection[int],
+    region: Region | None,
+) -> None:
+    key = table_key(problem)
+    again = region is not None and region.again and key not in region.seen
+    if not again and spoken_for(problem, variants):
+        return
+
+    def measured() -> Row:
+        thorough = region is not None and region.thorough
+        outcome = tune(
+            op_name, variants, problem, args, key=key, written=written, thorough=thorough
+        )
+        if region is not None:
+            region.outcomes.append(outcome)
+        row = outcome.row
+        logger.info("tuned %s: %s, %.2f us", key, row.launch(), row.us)
+        return outcome.row
+
+    if region is not None:
+        region.seen.add(key)
+        if region.progress is not None:
+            region.progress(key)
+    if agreement.store() is None:
+        with _TUNING:
+            if again or not spoken_for(problem, variants):
+                remember(problem.device, [measured()])
+        return
+
+    mine = False
+
+    def decide() -> str:
+        nonlocal mine
+        with _TUNING:
+            mine = True
+            return row_to_json(measured())
+
+    # The sources are in the topic: ranks that run other code have nothing to tell each other.
+    answer = agreement.agree(f"tune {problem.device.name} {key}", decide)
+    if answer is not None:
+        # The one that has measured writes the file; the others would write the same.
+        remember(problem.device, [row_from_json(answer)], keep=mine)
+
+
+def compare_ranks(device: Device) -> None:
+    """Once per process group: what choices depend on must be the same on all ranks."""
+    if agreement.store() is None:
+        return
+    current = settings()
+    mine = {
+        "gristmill": __version__,
+        "GRISTMILL_TABLE": current.table,
+        "GRISTMILL_TUNE": current.tune,
+        "GRISTMILL_BATCH_INVARIANT": str(int(current.batch_invariant)),
+        "GRISTMILL_USE": ",".join(f"{op}:{name}" for op, name in sorted(current.use.items())),
+    }
+    for source in tables_for(device):
+        mine.update({row.key: row.launch() for row in source.table.rows.values()})
+
+    def settled(key: str) -> str | None:
+        answer = agreement.published(f"tune {device.name} {key}")
+        return None if answer is None else row_from_json(answer).launch()
+
+    agreement.check_equal(f"choices on {device.name}", mine, settled=settled)

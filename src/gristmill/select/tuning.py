@@ -1,0 +1,259 @@
+"""Timing the variants of a problem, and keeping the winner as a row of a table.
+
+Candidates take turns, hopeless ones are dropped early, and what runs now (the incumbent) stays
+unless something beats it by more than noise: of many equal candidates one always looks best.
+Everything runs on copies, under no_grad and with the random generators put back.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import RLock
+from typing import Any
+
+import torch
+
+from gristmill.errors import CompileError, CompilerUnavailable, DriverError, VariantUnavailable
+from gristmill.log import logger
+from gristmill.select.chooser import ranked, refusal
+from gristmill.select.configs import config_to_json
+from gristmill.select.copies import Arguments, sets_for_tuning
+from gristmill.select.problem import Problem
+from gristmill.select.table import Row, RunnerUp
+from gristmill.select.timing import Timing, time_interleaved
+from gristmill.select.variant import Variant
+
+Function = Callable[..., Any]
+
+# What the incumbent must be beaten by, at least; a spread larger than that counts instead.
+NOISE = 0.01
+# A candidate this many times slower than the best after two samples gets no more of them.
+HOPELESS = 1.3
+# Where there are more candidates than this, a short round picks those that go into the last one.
+FINALISTS = 4
+# Graphs of this many candidates are held at once: each keeps memory for its outputs.
+GROUP = 16
+_HEAT_SAMPLES, _FINAL_SAMPLES = 3, 9
+
+# One measurement at a time: two would time each other.
+_MEASURING = RLock()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Who won, who was second, and the times of all that ran; `failures` say why others did not."""
+
+    winner: str
+    second: str | None
+    timings: Mapping[str, Timing]
+    failures: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A variant with one of its configs."""
+
+    variant: Variant
+    config: Any
+
+    def __str__(self) -> str:
+        values = config_to_json(self.config) or {}
+        return " ".join([self.variant.name, *(f"{name}={it}" for name, it in values.items())])
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What tuning one problem gave: the row, what ran before and how long that took."""
+
+    row: Row
+    before: str
+    before_us: float | None
+    failures: Mapping[str, str]
+
+    @property
+    def won(self) -> float:
+        """The part of the time that is saved now."""
+        return 0.0 if not self.before_us else 1 - self.row.us / self.before_us
+
+
+def measure(
+    functions: Mapping[str, Function],
+    args: Sequence[Any],
+    *,
+    incumbent: str,
+    l2_bytes: int = 0,
+    written: Collection[int] | None = None,
+) -> Measured:
+    """Time `function(*args)` of each on copies of `args`, and say which to keep.
+
+    `written`: positions of the arguments that they write to (None: perhaps all); `l2_bytes`: the
+    cache that calls must not find their arguments in. An exception in a candidate is no more than
+    its failure; if all fail, the incumbent's is raised (or the first).
+    """
+    with _MEASURING, _undisturbed(args):
+        sets = sets_for_tuning(args, l2_bytes, written=written)
+        timings: dict[str, Timing] = {}
+        errors: dict[str, Exception] = {}
+        finalists = list(functions)
+        if len(functions) > FINALISTS:
+            for group in _groups(finalists):
+                _time(
+                    {name: functions[name] for name in group}, sets, _HEAT_SAMPLES, timings, errors
+                )
+            best = sorted(timings, key=lambda name: timings[name].us)[:FINALISTS]
+            finalists = [name for name in functions if name in best or name == incumbent]
+            finalists = [name for name in finalists if name not in errors]
+        # Only what took part in the last round is compared: times of one round are of one moment.
+        last: dict[str, Timing] = {}
+        _time({name: functions[name] for name in finalists}, sets, _FINAL_SAMPLES, last, errors)
+    if not last:
+        raise errors.get(incumbent) or next(iter(errors.values()))
+    order = sorted(last, key=lambda name: last[name].us)
+    winner = order[0]
+    if incumbent in last and not _beats(last[winner], last[incumbent]):
+        winner = incumbent
+    others = [name for name in order if name != winner]
+    return Measured(
+        winner=winner,
+        second=others[0] if others else None,
+        timings={**timings, **last},
+        failures={name: f"{type(error).__name__}: {error}" for name, error in errors.items()},
+    )
+
+
+def tune(
+    op_name: str,
+    variants: Sequence[Variant],
+    problem: Problem,
+    args: Arguments,
+    *,
+    key: str,
+    written: Collection[int] = (),
+    thorough: bool = False,
+) -> Outcome:
+    """Measure the variants of `problem` on `args` and make the row named `key` of it.
+
+    Each variant takes part with its usual config, with `thorough` with all that it thinks worth
+    timing. Nothing is stored here.
+    """
+    choice = ranked(op_name, variants, problem)[0]
+    incumbent = Candidate(choice.variant, choice.config)
+    plans: dict[str, Function] = {}
+    named: dict[str, Candidate] = {}
+    failures: dict[str, str] = {}
+    for candidate in candidates(variants, problem, incumbent, thorough=thorough):
+        try:
+            plans[str(candidate)] = candidate.variant.bind(problem, candidate.config)
+            named[str(candidate)] = candidate
+        except (CompileError, CompilerUnavailable, DriverError) as error:
+            failures[str(candidate)] = f"{type(error).__name__}: {error}"
+    if not plans:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in failures.items())
+        raise VariantUnavailable(f"{op_name}: no variant could be built: {reasons}")
+    measured = measure(
+        plans,
+        args,
+        incumbent=str(incumbent),
+        l2_bytes=problem.device.l2_bytes,
+        written=written,
+    )
+    before = measured.timings.get(str(incumbent))
+    return Outcome(
+        row=_row(key, problem, named, measured),
+        before=str(incumbent),
+        before_us=None if before is None else before.us,
+        failures={**failures, **measured.failures},
+    )
+
+
+def candidates(
+    variants: Sequence[Variant], problem: Problem, incumbent: Candidate, *, thorough: bool
+) -> list[Candidate]:
+    """What is timed for a problem, the incumbent first.
+
+    The reference takes part only where nothing else does, or on a CPU: elsewhere it never wins.
+    """
+    allowed = [variant for variant in variants if refusal(variant, problem) is None]
+    if problem.device.kind == "cuda":
+        fast = [variant for variant in allowed if variant.name != "reference"]
+        allowed = fast or allowed
+    asked = problem.asked()
+    found = [incumbent]
+    for variant in allowed:
+        configs = variant.configs(asked) if thorough else (variant.config(asked),)
+        found += [Candidate(variant, config) for config in configs]
+    return list({str(candidate): candidate for candidate in found}.values())
+
+
+def _row(key: str, problem: Problem, named: Mapping[str, Candidate], measured: Measured) -> Row:
+    winner, timing = named[measured.winner], measured.timings[measured.winner]
+    times: dict[str, float] = {}
+    for name, one in measured.timings.items():
+        variant = named[name].variant.name
+        times[variant] = round(min(one.us, times.get(variant, one.us)), 3)
+    second = None
+    if measured.second is not None:
+        other = named[measured.second]
+        us = round(measured.timings[measured.second].us, 3)
+        second = RunnerUp(other.variant.name, us, config_to_json(other.config))
+    return Row(
+        key=key,
+        variant=winner.variant.name,
+        config=config_to_json(winner.config),
+        us=round(timing.us, 3),
+        spread_us=round(timing.spread_us, 3),
+        second=second,
+        date=datetime.date.today().isoformat(),
+        source_hash=winner.variant.source_hash(problem, winner.config),
+        rows=problem.rows,
+        times=dict(sorted(times.items())),
+        candidates=len(measured.timings),
+        torch=torch.__version__,
+    )
+
+
+def _time(
+    functions: Mapping[str, Function],
+    sets: Sequence[Arguments],
+    samples: int,
+    timings: dict[str, Timing],
+    errors: dict[str, Exception],
+) -> None:
+    results = time_interleaved(functions, sets, samples=samples, hopeless=HOPELESS)
+    for name, result in results.items():
+        if isinstance(result, Timing):
+            timings[name] = result
+        else:
+            errors[name] = result
+            logger.debug("tuning: %s failed: %s", name, result)
+
+
+def _beats(challenger: Timing, incumbent: Timing) -> bool:
+    spread = (challenger.spread_us + incumbent.spread_us) / 2
+    return incumbent.us - challenger.us > max(NOISE * incumbent.us, spread)
+
+
+def _groups(names: Sequence[str]) -> Iterator[Sequence[str]]:
+    for start in range(0, len(names), GROUP):
+        yield names[start : start + GROUP]
+
+
+@contextmanager
+def _undisturbed(args: Sequence[Any]) -> Iterator[None]:
+    """No gradients, and random numbers go on afterwards as if nothing had drawn any."""
+    devices = {tensor.device.index for tensor in _tensors(args) if tensor.is_cuda}
+    with torch.no_grad(), torch.random.fork_rng(devices=sorted(devices)):
+        yield
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
