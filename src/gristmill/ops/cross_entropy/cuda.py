@@ -16,6 +16,7 @@ from gristmill.ops import launch
 from gristmill.ops.cross_entropy import configs, reference, semantics
 from gristmill.ops.cross_entropy.problem import Details
 from gristmill.ops.plain import laid_out
+from gristmill.ops.rows.candidates import STREAM
 from gristmill.ops.rows.config import RowConfig, few_rows
 from gristmill.ops.rows.problem import RowDetails
 from gristmill.ops.rows.variant import BOUNDS, RowVariant, team_bytes
@@ -73,6 +74,8 @@ def class_weights(weight: torch.Tensor | None) -> torch.Tensor | None:
 
 class StreamVariant(RowVariant):
     """What the variants whose rows pass by have in common."""
+
+    ways = frozenset({STREAM})
 
     def longest(self, problem: Problem) -> int:
         return configs.longest(self.scope)

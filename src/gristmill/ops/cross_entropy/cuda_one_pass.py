@@ -22,6 +22,7 @@ from gristmill.ops.cross_entropy.cuda import (
 )
 from gristmill.ops.cross_entropy.problem import Details
 from gristmill.ops.plain import laid_out
+from gristmill.ops.rows.candidates import REGISTERS, REREAD, SHARED
 from gristmill.ops.rows.config import TWICE, RowConfig
 from gristmill.select.problem import Problem
 from gristmill.settings import settings
@@ -34,6 +35,7 @@ ONE_PASS_PARAMS = struct.Struct(f"<QqqQqqqqQqq{LABELS}{OPTIONS}QQQIII")
 
 class OnePassVariant(StreamVariant):
     floats = 2
+    ways = frozenset({REGISTERS, SHARED, REREAD})
     configs_by_scope: ClassVar = {
         "WARP": configs.warp_one_pass,
         "BLOCK": configs.block_one_pass,

@@ -13,6 +13,7 @@ from gristmill.ops import launch
 from gristmill.ops.norms import configs
 from gristmill.ops.norms.cuda import contiguous
 from gristmill.ops.norms.problem import Details
+from gristmill.ops.rows.candidates import RING
 from gristmill.ops.rows.config import RowConfig
 from gristmill.ops.rows.problem import RowDetails
 from gristmill.ops.rows.variant import RowVariant
@@ -34,6 +35,7 @@ class NormBackward(RowVariant):
     """What the backward variants of all norms have in common."""
 
     block_keeps, long = configs.BLOCK_KEEPS, configs.LONG
+    ways = frozenset({RING})  # a team does several rows, or leaves as many partial sums as rows
     configs_by_scope: ClassVar = {
         "WARP": configs.warp_backward,
         "BLOCK": configs.block_backward,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from struct import Struct
 from typing import Any, ClassVar
 
@@ -11,6 +11,7 @@ import torch
 
 from gristmill.jit import Launch, Program
 from gristmill.ops import launch
+from gristmill.ops.rows.candidates import holds, neighbours
 from gristmill.ops.rows.config import (
     ANY_LENGTH,
     ASYNC,
@@ -60,6 +61,8 @@ class RowVariant(Variant):
     block_keeps: ClassVar[int]
     long: ClassVar[int]
     configs_by_scope: ClassVar[Mapping[str, Callable[[Problem, Any], RowConfig]]]
+    # How rows can come to a team of this kernel, for tuning (candidates.py).
+    ways: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -90,6 +93,22 @@ class RowVariant(Variant):
 
     def config(self, problem: Problem) -> RowConfig:
         return self.configs_by_scope[self.scope](problem, problem.layout)
+
+    def configs(self, problem: Problem) -> Sequence[RowConfig]:
+        usual, details = self.config(problem), problem.layout
+        if self.declines(problem) is not None:
+            return (usual,)  # far from the best: one launch is enough to see whether that holds
+        room = problem.device.shared_per_block
+        found = [
+            config
+            for config in neighbours(self.scope, problem, usual, self.ways_for(problem))
+            if holds(details, config) and self.shared_bytes(details, config) <= room
+        ]
+        return tuple(dict.fromkeys((usual, *found)))
+
+    def ways_for(self, problem: Problem) -> frozenset[str]:
+        """`ways`, less what these rows do not allow."""
+        return self.ways
 
     def declines(self, problem: Problem) -> str | None:
         vectors = problem.layout.layout.vectors

@@ -13,6 +13,7 @@ import torch
 
 from gristmill.jit import Program
 from gristmill.ops import launch
+from gristmill.ops.rows.candidates import REGISTERS, REREAD, SHARED
 from gristmill.ops.rows.config import TWICE, RowConfig, few_rows
 from gristmill.ops.rows.variant import SCOPES, RowVariant
 from gristmill.ops.softmax import configs
@@ -30,6 +31,7 @@ class SoftmaxVariant(RowVariant):
 
     block_keeps: ClassVar[int]
     long = 4096
+    ways = frozenset({REGISTERS, SHARED, REREAD})
 
     def longest(self, problem: Problem) -> int:
         return configs.longest(self.scope)
