@@ -84,3 +84,7 @@ class UnknownRunner(GristmillError, RuntimeError):  # noqa: N818
 
 class TableError(GristmillError, ValueError):
     """A tuning table cannot be read or written."""
+
+
+class RanksDisagree(GristmillError, RuntimeError):  # noqa: N818
+    """Ranks of one job would run different kernels; the message names ranks and differences."""

@@ -20,6 +20,7 @@ import os
 import queue
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,8 +30,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# The most one operation may take. An answer takes 0.1 ms; but a clone of a TCPStore first sleeps
-# up to a millisecond per rank, lest all connect at once, and then queues behind the others.
+# The most one operation may take. It takes about 0.3 ms with a TCPStore on a busy machine, mostly
+# for its thread; but a clone of a TCPStore may first sleep up to a millisecond per rank, lest all
+# connect at once, and then queues behind the others.
 PATIENCE_S = 30.0
 
 # Never stored: comparing with it reads an entry, whether it is there or not, and changes nothing.
@@ -49,9 +51,8 @@ class Entries:
 
     Compare-and-set is what `TCPStore`, `FileStore` and `HashStore` have: on a missing key it sets
     the value if "" is expected, and otherwise gives back the expected value, as if it were there.
-    A store without it (that of etcd) claims by counting: whoever counts to 1 may write. There a
-    rank can die between counting and writing; `claim` and `settle` then give None, which reads as
-    a claim that nobody will settle.
+    A store without it (that of etcd) claims by counting: whoever counts to 1 writes. Should a rank
+    end between the two, the store is lost for that entry.
     """
 
     def __init__(self, store: Store | None, rank: int) -> None:
@@ -74,8 +75,9 @@ class Entries:
         # Held as long as the group lives, and no longer: a FileStore removes its file at last.
         self.store = dist.PrefixStore("gristmill", store)
         try:
-            if isinstance(inner, dist.TCPStore):
-                clone: Callable[[], Store] = getattr(store, "clone")  # noqa: B009 - no stub has it
+            # Not in torch's stubs. Where it is missing, others may keep us waiting: PATIENCE_S.
+            clone: Callable[[], Store] | None = getattr(store, "clone", None)
+            if isinstance(inner, dist.TCPStore) and clone is not None:
                 self.store = dist.PrefixStore("gristmill", self._bounded(clone))
             # How many groups of this rank the store has seen, this one included.
             self.generation = self._bounded(lambda: self._store.add(f"groups/{self.rank}", 1))
@@ -93,26 +95,38 @@ class Entries:
         if not self._counts:
             found = self._compare_set(key, _NEVER, _NEVER)
             return None if found == _NEVER else found
-        for place in (f"{key}/outcome", f"{key}/claim"):
-            if self._bounded(lambda at=place: self._store.check([at])):  # type: ignore[misc]
-                return _text(self._bounded(lambda at=place: self._store.get(at)))  # type: ignore[misc]
-        return None
+        return self._get(f"{key}/outcome") or self._get(f"{key}/claim")
 
-    def claim(self, key: str, value: str) -> str | None:
+    def claim(self, key: str, value: str) -> str:
         """Put `value` into an empty entry; what it holds then."""
         if not self._counts:
             return self._compare_set(key, "", value)
-        if self._bounded(lambda: self._store.add(f"{key}/claims", 1)) == 1:
-            self._bounded(lambda: self._store.set(f"{key}/claim", value))
-        return self.read(key)
+        return self._first(f"{key}/claim", value, lambda: self.read(key))
 
-    def settle(self, key: str, claim: str | None, outcome: str) -> str | None:
+    def settle(self, key: str, claim: str, outcome: str) -> str:
         """Put `outcome` in the place of `claim`, unless an outcome is there; what it holds then."""
         if not self._counts:
-            return self._compare_set(key, claim or "", outcome)
-        if self._bounded(lambda: self._store.add(f"{key}/outcomes", 1)) == 1:
-            self._bounded(lambda: self._store.set(f"{key}/outcome", outcome))
-        return self.read(key)
+            return self._compare_set(key, claim, outcome)
+        place = f"{key}/outcome"
+        return self._first(place, outcome, lambda: self._get(place))
+
+    def _first(self, place: str, value: str, read: Callable[[], str | None]) -> str:
+        """Write `value` if nobody came before; otherwise what they write, as `read` finds it."""
+        if self._bounded(lambda: self._store.add(f"{place} count", 1)) == 1:
+            self._bounded(lambda: self._store.set(place, value))
+            return value
+        start = time.monotonic()
+        while time.monotonic() - start < PATIENCE_S:
+            found = read()
+            if found is not None:
+                return found
+            time.sleep(0.01)
+        raise StoreLost(f"a rank has counted for {place} and not written it")
+
+    def _get(self, place: str) -> str | None:
+        if not self._bounded(lambda: self._store.check([place])):
+            return None
+        return _text(self._bounded(lambda: self._store.get(place)))
 
     def _compare_set(self, key: str, expected: str, desired: str) -> str:
         return _text(self._bounded(lambda: self._store.compare_set(key, expected, desired)))
