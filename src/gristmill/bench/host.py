@@ -5,9 +5,6 @@ Both decide small problems: at a decoding batch of one a kernel takes 2 µs and 
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 import gristmill
+from gristmill.bench.fresh import in_fresh_process
 from gristmill.bench.inputs import dtype_of
 from gristmill.bench.results import Results, Row
 from gristmill.bench.suites import KINDS, written
@@ -30,9 +28,6 @@ CACHES = ("empty", "warm")
 # One op of each kind of kernel: every process of this suite imports torch anew.
 START_TASKS = ("rms_norm", "add_rms_norm", "rms_norm_bwd", "layer_norm", "softmax", "cross_entropy")
 START_SHAPE = (256, 4096)
-# Generous, because importing torch from a cold disk can take minutes.
-START_TIMEOUT_S = 600
-
 
 Calls = dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]
 
@@ -190,24 +185,7 @@ def _start_row(name: str, cache: str, device: torch.device, dtype: str, repeats:
 def _first_call(
     op: str, shape: Sequence[int], dtype: str, device: torch.device, cache: Path
 ) -> dict[str, Any]:
-    # The child gets this process's import path, so that it measures the same code, and its
-    # environment but for the cache folder; `env` sets that without this process reading it.
-    script = (
-        "import json, sys, time, torch; sys.path[:] = json.loads(sys.argv[1]); "
-        "start = time.perf_counter(); import gristmill; seconds = time.perf_counter() - start; "
-        "from gristmill.bench.first_call import main; main(sys.argv[2:], seconds)"
-    )
-    paths = json.dumps([str(Path(entry).resolve()) for entry in sys.path])
     words = [op, written(shape), dtype, str(device)]
-    command = ["env", f"GRISTMILL_CACHE_DIR={cache}", sys.executable, "-c", script, paths, *words]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=START_TIMEOUT_S
-        )
-        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    except subprocess.CalledProcessError as error:
-        last = (error.stderr.strip() or "no output").splitlines()[-1]
-        raise GristmillError(f"the first call of {op} failed in a fresh process: {last}") from error
-    except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
-        raise GristmillError(f"the first call of {op} gave no answer: {error}") from error
-    return answer
+    environment = {"GRISTMILL_CACHE_DIR": str(cache)}
+    module = "gristmill.bench.first_call"
+    return in_fresh_process(module, words, environment, f"the first call of {op}")

@@ -9,8 +9,8 @@ import torch
 
 from gristmill.bench.suites import Task
 from gristmill.ops.registry import OPS
-from gristmill.select.device import device_of
 from gristmill.select.copies import rotate, rotation_count
+from gristmill.select.device import device_of
 
 Arguments = tuple[Any, ...]
 

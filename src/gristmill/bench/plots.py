@@ -36,7 +36,26 @@ MARKERS = {
 INK, MUTED, FAINT, PAPER = "#1f2937", "#6b7280", "#e5e7eb", "#ffffff"
 # Below this a problem is bound by latency, and its bandwidth says little: it is drawn as a time.
 SMALL_BYTES = 16_000_000
-ROOF = "roof (a copy)"
+ROOF = "roof"
+
+STYLE: Any = {
+    "font.family": "DejaVu Sans",
+    "font.size": 10,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": FAINT,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": FAINT,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "figure.facecolor": PAPER,
+    "axes.facecolor": PAPER,
+    "svg.hashsalt": "gristmill",  # the same results give the same file
+}
 
 Problem = tuple[tuple[Any, ...], dict[str, Row]]
 
@@ -57,37 +76,33 @@ def write_plots(results: Results, folder: Path, *, suffix: str = "svg") -> list[
     require()
     import matplotlib.pyplot as plt
 
-    style: Any = {
-        "font.family": "DejaVu Sans",
-        "font.size": 10,
-        "text.color": INK,
-        "axes.labelcolor": INK,
-        "axes.edgecolor": FAINT,
-        "axes.grid": True,
-        "axes.grid.axis": "y",
-        "axes.axisbelow": True,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "grid.color": FAINT,
-        "xtick.color": INK,
-        "ytick.color": INK,
-        "figure.facecolor": PAPER,
-        "axes.facecolor": PAPER,
-        "svg.hashsalt": "gristmill",  # the same results give the same file
-    }
     rows = results.timed()
     paths = []
     folder.mkdir(parents=True, exist_ok=True)
-    with plt.rc_context(style):
+    with plt.rc_context(STYLE):
         for op, dtype in dict.fromkeys((row["op"], row["dtype"]) for row in rows):
             chosen = [row for row in rows if (row["op"], row["dtype"]) == (op, dtype)]
             figure = _figure(plt, chosen, f"{op}, {dtype}", results.meta)
             path = folder / (f"{op}.{suffix}" if dtype == "bfloat16" else f"{op}_{dtype}.{suffix}")
-            metadata = {"Date": None} if suffix == "svg" else None
-            figure.savefig(path, bbox_inches="tight", metadata=metadata, dpi=130)
-            plt.close(figure)
-            paths.append(path)
+            paths.append(save(figure, path))
     return paths
+
+
+def save(figure: Any, path: Path) -> Path:
+    import matplotlib.pyplot as plt
+
+    metadata = {"Date": None} if path.suffix == ".svg" else None
+    figure.savefig(path, bbox_inches="tight", metadata=metadata, dpi=130)
+    plt.close(figure)
+    return path
+
+
+def made_with(meta: dict[str, Any]) -> str:
+    """The line under a picture."""
+    made = f"{meta.get('gpu', '')}, torch {meta.get('torch', '?')}, {meta.get('date', '')}"
+    if meta.get("device") == "cpu":
+        made += "; on a CPU only ratios mean anything"
+    return made
 
 
 def _figure(plt: Any, rows: list[Row], title: str, meta: dict[str, Any]) -> Any:
@@ -96,6 +111,9 @@ def _figure(plt: Any, rows: list[Row], title: str, meta: dict[str, Any]) -> Any:
     large = [one for one in problems if _bytes(one) > SMALL_BYTES]
     small = [one for one in problems if _bytes(one) <= SMALL_BYTES]
     panels = [panel for panel in (large, small) if panel]
+    product = "tflop_per_s" in _any(problems[0])
+    if product:  # bytes bound some, operations others: what all have is a roof
+        panels = [sorted(problems, key=lambda one: (_any(one)["N"], _any(one)["K"], one[0][2]))]
     names = implementations(rows)
     widths = [max(2.5, len(panel)) for panel in panels]
     legend = 1.5 + 0.7 * (len(names) + 1) + 0.08 * sum(map(len, names))
@@ -107,7 +125,8 @@ def _figure(plt: Any, rows: list[Row], title: str, meta: dict[str, Any]) -> Any:
         squeeze=False,
     )
     for axis, panel in zip(axes[0], panels, strict=True):
-        (_draw_bandwidth if panel is large else _draw_times)(axis, panel, names)
+        draw = _draw_share if product else _draw_bandwidth if panel is large else _draw_times
+        draw(axis, panel, names)
     handles: dict[str, Any] = {}
     for axis in axes[0]:
         for handle, text in zip(*axis.get_legend_handles_labels(), strict=True):
@@ -125,21 +144,37 @@ def _figure(plt: Any, rows: list[Row], title: str, meta: dict[str, Any]) -> Any:
     )
     left = axes[0][0].get_position().x0
     figure.suptitle(title, x=left, y=1.07, ha="left", fontsize=14, fontweight="bold")
-    made = f"{meta.get('gpu', '')}, torch {meta.get('torch', '?')}, {meta.get('date', '')}"
-    if meta.get("device") == "cpu":
-        made += "; on a CPU only ratios mean anything"
-    figure.text(left, -0.05, made, ha="left", color=MUTED, fontsize=9)
+    figure.text(left, -0.05, made_with(meta), ha="left", color=MUTED, fontsize=9)
     return figure
 
 
 def _draw_bandwidth(axis: Any, problems: Sequence[Problem], names: Sequence[str]) -> None:
-    places = range(len(problems))
     roof = [_any(one)["bytes"] / _any(one)["roof_us"] / 1e6 for one in problems]
+    _draw_lines(axis, problems, names, roof, "tb_per_s")
+    axis.set_ylabel("TB/s that must move")
+    axis.set_title("bandwidth (higher is better)", loc="left", fontsize=10, color=MUTED)
+
+
+def _draw_share(axis: Any, problems: Sequence[Problem], names: Sequence[str]) -> None:
+    _draw_lines(axis, problems, names, [1.0] * len(problems), "roof_share")
+    axis.set_ylabel("share of the roof")
+    axis.set_title(
+        "time of a copy, or of the operations if longer, over the time taken (higher is better)",
+        loc="left",
+        fontsize=10,
+        color=MUTED,
+    )
+
+
+def _draw_lines(
+    axis: Any, problems: Sequence[Problem], names: Sequence[str], roof: Sequence[float], field: str
+) -> None:
+    places = range(len(problems))
     axis.plot(places, roof, color=INK, linestyle=(0, (4, 3)), linewidth=1.4, label=ROOF)
     highest = max(roof)
     for name in reversed(names):  # ours last, on top
         # A gap where an implementation has no time: a line through it would invent one.
-        rates = [row_of.get(name, {}).get("tb_per_s", math.nan) for _, row_of in problems]
+        rates = [row_of.get(name, {}).get(field, math.nan) for _, row_of in problems]
         if all(map(math.isnan, rates)):
             continue
         highest = max(highest, *(rate for rate in rates if not math.isnan(rate)))
@@ -156,8 +191,6 @@ def _draw_bandwidth(axis: Any, problems: Sequence[Problem], names: Sequence[str]
             zorder=3 if name == OURS else 2,
         )
     axis.set_ylim(0, 1.08 * highest)
-    axis.set_ylabel("TB/s that must move")
-    axis.set_title("bandwidth (higher is better)", loc="left", fontsize=10, color=MUTED)
     _name_shapes(axis, problems)
 
 

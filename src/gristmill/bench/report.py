@@ -11,23 +11,28 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gristmill.bench.results import OURS, Results, Row, fastest_peer, implementations, label
+from gristmill.bench.regret_report import remarks, sections
+from gristmill.bench.results import (
+    OURS,
+    Results,
+    Row,
+    fastest_peer,
+    implementations,
+    label,
+    microseconds,
+)
 from gristmill.bench.results import problems as by_problem
 
 # Within 3% of the fastest peer counts as level with it.
 TIE = 0.97
+# Columns of words; those of numbers are flush on the right.
+LEFT = {"variant", "cache", "problem", "worst problem", "source", "picked", "best", "what"}
 CPU_NOTE = "On a CPU these times say nothing about a GPU: only the ratios mean anything."
-
-
-def microseconds(us: float) -> str:
-    """Three digits that count: 1.65, 15.1, 260."""
-    digits = 2 if us < 10 else 1 if us < 100 else 0
-    return f"{us:,.{digits}f}"
 
 
 def print_results(results: Results, console: Console) -> None:
     """Every suite's tables, then one line per op, then everything that needs a word."""
-    kernels = [row for row in results.rows if "mode" not in row and "cache" not in row]
+    kernels = _kernels(results)
     for op in dict.fromkeys(row["op"] for row in kernels):
         rows = [row for row in kernels if row["op"] == op]
         table = _kernel_table(rows, roof=_has_roof(results))
@@ -37,6 +42,11 @@ def print_results(results: Results, console: Console) -> None:
             console.print(line, markup=False, highlight=False)
     for title, table in _other_tables(results.rows):
         console.print(_rich(table, title, ours=-1))
+    for section in sections(results):
+        if not section.page_only:
+            console.print(_rich(section.grid, section.title, ours=-1))
+        for line in section.lines:
+            console.print(line, markup=False, highlight=False)
     for line in notes(results):
         console.print(Text(line, style="yellow"))
 
@@ -58,7 +68,10 @@ def markdown(results: Results) -> str:
         parts.append(f"Method: {meta['method']}.")
     if meta.get("copy_tb_per_s"):
         parts.append(f"Largest copy measured in this run: {meta['copy_tb_per_s']:.2f} TB/s.")
-    kernels = [row for row in results.rows if "mode" not in row and "cache" not in row]
+    if _has_roof(results):
+        for dtype, rate in meta.get("mm_tflop_per_s", {}).items():
+            parts.append(f"Fastest product of torch's in this run, {dtype}: {rate:.0f} TFLOP/s.")
+    kernels = _kernels(results)
     for op in dict.fromkeys(row["op"] for row in kernels):
         rows = [row for row in kernels if row["op"] == op]
         table = _kernel_table(rows, roof=_has_roof(results))
@@ -67,10 +80,18 @@ def markdown(results: Results) -> str:
     parts += causal_gains(kernels)
     for title, table in _other_tables(results.rows):
         parts += [f"## {title}", _markdown_table(table)]
-    remarks = notes(results)
-    if remarks:
-        parts.append("\n".join(f"- {line}" for line in remarks))
+    for section in sections(results):
+        parts += [f"## {section.title}", _markdown_table(section.grid), *section.lines]
+    lines = notes(results)
+    if lines:
+        parts.append("\n".join(f"- {line}" for line in lines))
     return "\n\n".join(parts) + "\n"
+
+
+def _kernels(results: Results) -> list[Row]:
+    """The rows of kernel time, also those of what could not be timed."""
+    others = {"mode", "cache", "suite"}
+    return [row for row in results.rows if not others & set(row)]
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
@@ -126,6 +147,7 @@ def notes(results: Results) -> list[str]:
     lines += results.meta.get("notes", [])
     for name, reason in results.meta.get("missing_peers", {}).items():
         lines.append(f"{name} took no part: {reason}")
+    lines += remarks(results)
     reasons: dict[tuple[str, str, str], list[str]] = {}
     for row in results.failures():
         reasons.setdefault((row["impl"], row["op"], row["error"]), []).append(label(row))
@@ -153,7 +175,15 @@ def _kernel_table(rows: list[Row], *, roof: bool) -> Grid:
     """One line per problem, ending with fastest peer over ours, share of the roof, variant."""
     names = implementations(rows)
     several = len({row["dtype"] for row in rows}) > 1
-    header = ["problem", *names, "vs best peer", *(["of roof"] if roof else []), "variant"]
+    product = roof and any("tflop_per_s" in row for row in rows)
+    header = [
+        "problem",
+        *names,
+        "vs best peer",
+        *(["TFLOP/s"] if product else []),
+        *(["of roof"] if roof else []),
+        "variant",
+    ]
     body = []
     for (_, dtype, _, _, shape), row_of in by_problem(rows).items():
         ours, ratio = row_of.get(OURS, {}), _ratio(row_of)
@@ -163,6 +193,7 @@ def _kernel_table(rows: list[Row], *, roof: bool) -> Grid:
                 shape + (f" {dtype}" if several else ""),
                 *(_time(row_of.get(name)) for name in names),
                 "" if ratio is None else f"{ratio:.2f}x",
+                *([microseconds(ours["tflop_per_s"]) if "us" in ours else ""] if product else []),
                 *([share] if roof else []),
                 str(ours.get("variant", "")),
             ]
@@ -214,7 +245,7 @@ def _rich(grid: Grid, title: str, *, ours: int) -> Table:
     header, body = grid
     table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
     for index, name in enumerate(header):
-        right = index > 0 and name not in ("variant", "cache", "problem")
+        right = index > 0 and name not in LEFT
         style = "bold" if index == ours else None
         table.add_column(name, justify="right" if right else "left", style=style, no_wrap=True)
     for line in body:

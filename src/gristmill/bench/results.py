@@ -3,8 +3,8 @@
     {"meta": {"gpu", "date", ..., "copy_tb_per_s", "copy_tb_per_s_by_mb", "method"},
      "rows": [{"op", "dtype", "M", "N", "shape", "impl", "us", "tb_per_s", ...}, ...]}
 
-One row per problem and implementation; M rows of N columns, whatever their shape. A row without
-"us" was not timed, and its "error" says why.
+One row per problem and implementation; M rows of N columns, whatever their shape, and K of a
+product of matrices. A row without "us" was not timed, and its "error" says why.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Results:
         os.replace(partial, self.path)
 
     def timed(self) -> list[Row]:
-        """Rows of kernel time; those of the host and start suites have no "us"."""
-        return [row for row in self.rows if "us" in row]
+        """Rows of kernel time; those of other suites have no "us", or name their suite."""
+        return [row for row in self.rows if "us" in row and "suite" not in row]
 
     def failures(self) -> list[Row]:
         return [row for row in self.rows if isinstance(row.get("error"), str)]
@@ -59,6 +59,12 @@ def load(path: Path) -> Results:
         return Results(data["meta"], data["rows"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ArgumentError(f"{path} is not a file of benchmark results: {error}") from error
+
+
+def microseconds(us: float) -> str:
+    """Three digits that count: 1.65, 15.1, 260; of other units as well."""
+    digits = 2 if us < 10 else 1 if us < 100 else 0
+    return f"{us:,.{digits}f}"
 
 
 def label(row: Row) -> str:

@@ -2,7 +2,9 @@
 
 Per task: arguments enough to keep the L2 cold, the first call of each implementation (timed: that
 is where compilers hide), its outputs against the reference, interleaved timing of those that were
-right, the time of a copy of as many bytes, and for small problems the host's time per call.
+right, the roof, and for small problems the host's time per call. The roof is the time of a copy of
+as many bytes; of a product of matrices also that of its operations, at the rate of the fastest
+large product of torch's in the same run, whichever is longer.
 """
 
 from __future__ import annotations
@@ -14,10 +16,18 @@ from typing import Any
 import torch
 
 from gristmill.bench.check import check
-from gristmill.bench.inputs import Arguments, argument_sets, arguments, compared, saved
+from gristmill.bench.inputs import (
+    Arguments,
+    argument_sets,
+    arguments,
+    compared,
+    dtype_of,
+    saved,
+)
 from gristmill.bench.peers import GRISTMILL, Builder, Function, Peer
 from gristmill.bench.results import Results, Row
 from gristmill.bench.suites import Task, written
+from gristmill.ops.op import Cost
 from gristmill.ops.registry import OPS
 from gristmill.select.chooser import resolve
 from gristmill.select.configs import config_to_json
@@ -25,13 +35,17 @@ from gristmill.select.timing import Timing, time_copy, time_host, time_interleav
 
 SAMPLES = 11
 QUICK_SAMPLES = 5
+# Sizes of the products whose rate is a roof: the faster of these counts.
+ROOF_PRODUCTS = {"cuda": (4096, 8192), "cpu": (512,)}
 # Up to here a launch can take longer than its kernel, so that the host's time matters.
 HOST_BYTES = 80_000_000
 
 METHODS = {
     "cuda": "CUDA-graph replay over rotated sets of arguments (cold L2), implementations "
     "interleaved, median and interquartile range; the roof is a copy of the same bytes in the "
-    "same run; bytes are what must move, the same for every implementation",
+    "same run (for products of matrices also the operations at the rate of torch's fastest large "
+    "product in the run, if that takes longer); bytes are what must move, the same for every "
+    "implementation",
     "cpu": "wall clock, implementations interleaved, median and interquartile range; "
     "only ratios mean anything",
 }
@@ -48,6 +62,7 @@ class Runner:
         self.results = results
         self.samples = samples
         self._roofs: dict[int, float] = {}
+        self._rates: dict[str, float] = {}
         results.meta["method"] = f"{METHODS.get(device.type, METHODS['cpu'])}; {samples} samples"
 
     def run(self, tasks: Sequence[Task], advance: Callable[[str], None]) -> None:
@@ -66,7 +81,7 @@ class Runner:
     def _measure(self, task: Task) -> list[Row]:
         op = OPS[task.op]
         args = arguments(task, self.device)
-        moved = op.cost(*args).bytes
+        cost = op.cost(*args)
         sets = argument_sets((*args, *saved(task, args)), self.device)
         expected = compared(task, op.reference(*args))
 
@@ -87,7 +102,7 @@ class Runner:
         del expected
         if GRISTMILL.name in runnable:
             rows[GRISTMILL.name].update(self._chosen(task, args))
-        self._time(rows, runnable, sets, moved)
+        self._time(task, rows, runnable, sets, cost)
         return list(rows.values())
 
     def _implementations(self, task: Task) -> list[tuple[Peer, str, Builder]]:
@@ -103,6 +118,7 @@ class Runner:
             "dtype": task.dtype,
             "M": task.rows,
             "N": task.columns,
+            **({} if task.depth is None else {"K": task.depth}),
             "shape": written(task.shape),
             "impl": impl,
             "error": error,
@@ -126,10 +142,17 @@ class Runner:
         }
 
     def _time(
-        self, rows: dict[str, Row], runnable: dict[str, Function], sets: list[Arguments], moved: int
+        self,
+        task: Task,
+        rows: dict[str, Row],
+        runnable: dict[str, Function],
+        sets: list[Arguments],
+        cost: Cost,
     ) -> None:
         timings = time_interleaved(runnable, sets, samples=self.samples) if runnable else {}
-        roof = self._roof(moved)
+        moved, roof = cost.bytes, self._roof(cost.bytes)
+        if task.kind.product:
+            roof = max(roof, cost.operations / self._rate(task.dtype) / 1e6)
         small = self.device.type == "cuda" and moved <= HOST_BYTES
         for name, timing in timings.items():
             row = rows[name]
@@ -142,6 +165,8 @@ class Runner:
             row["method"] = timing.method
             row["bytes"] = moved
             row["tb_per_s"] = round(moved / timing.us / 1e6, 4)
+            if task.kind.product:
+                row["tflop_per_s"] = round(cost.operations / timing.us / 1e6, 3)
             row["roof_us"] = round(roof, 3)
             row["roof_share"] = round(roof / timing.us, 4)
             row["l2"] = "cold"
@@ -156,6 +181,22 @@ class Runner:
             meta["copy_tb_per_s"] = rates[max(rates)]
             meta["copy_tb_per_s_by_mb"] = {f"{size / 1e6:.3g}": r for size, r in rates.items()}
         return self._roofs[moved]
+
+    def _rate(self, dtype: str) -> float:
+        """TFLOP/s of torch's fastest large product; measured once per dtype and run."""
+        if dtype not in self._rates:
+            rates = []
+            for size in ROOF_PRODUCTS.get(self.device.type, ROOF_PRODUCTS["cpu"]):
+                made = torch.randn((2, size, size), device=self.device).to(dtype_of(dtype))
+                timing = time_interleaved({"mm": torch.mm}, [tuple(made)], samples=self.samples)
+                if isinstance(timing["mm"], Exception):
+                    raise timing["mm"]
+                rates.append(2 * size**3 / timing["mm"].us / 1e6)
+            self._rates[dtype] = max(rates)
+            self.results.meta["mm_tflop_per_s"] = {
+                name: round(rate, 2) for name, rate in self._rates.items()
+            }
+        return self._rates[dtype]
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

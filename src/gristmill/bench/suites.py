@@ -48,6 +48,11 @@ LOGITS: tuple[Shape, ...] = (
     (16, 32768),
     (256, 128256),
 )
+# M x N x K of linear layers: those of a model of 8B parameters, from decoding to prefill.
+LAYERS = ((4096, 4096), (14336, 4096), (4096, 14336))
+PRODUCTS: tuple[Shape, ...] = tuple(
+    (rows, *layer) for layer in LAYERS for rows in (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096)
+)
 QUICK_ROWS: dict[str, tuple[Shape, ...]] = {
     "cuda": ((1, 4096), (256, 7168), (2048, 4096), (32768, 4096)),
     "cpu": ((512, 4096),),
@@ -60,8 +65,12 @@ QUICK_LOGITS: dict[str, tuple[Shape, ...]] = {
     "cuda": ((16, 32768), (8192, 32768), (4096, 151936), (4096, 50257)),
     "cpu": ((64, 32768),),
 }
-# Elements of x. On a CPU the large problems would take minutes and gigabytes to say nothing new:
-# its times are there for ratios.
+QUICK_PRODUCTS: dict[str, tuple[Shape, ...]] = {
+    "cuda": ((1, 4096, 4096), (64, 4096, 4096), (512, 14336, 4096), (4096, 4096, 4096)),
+    "cpu": ((16, 512, 512),),
+}
+# Elements of x, or multiplications of a product. On a CPU the large problems would take minutes and
+# gigabytes to say nothing new: its times are there for ratios.
 CPU_LIMIT = 32 * 1024 * 1024
 
 
@@ -70,7 +79,8 @@ class Kind:
     """What a task's name stands for.
 
     `options`: arguments of the op that differ from those of its example. `outputs`: the positions
-    of those that are compared, where the op gives more than its peers do.
+    of those that are compared, where the op gives more than its peers do. `product`: shapes are
+    M x N x K of a product of matrices, which operations may bound as well as bytes.
     """
 
     suite: str
@@ -79,6 +89,7 @@ class Kind:
     quick: Mapping[str, tuple[Shape, ...]] = field(default_factory=lambda: QUICK_ROWS)
     options: Mapping[str, Any] = field(default_factory=dict)
     outputs: tuple[int, ...] | None = None
+    product: bool = False
 
 
 def _softmax(op: str) -> Kind:
@@ -92,6 +103,11 @@ def _causal(op: str) -> Kind:
 
 def _cross_entropy(op: str, outputs: tuple[int, ...] | None, reduction: str = "none") -> Kind:
     return Kind("cross_entropy", op, LOGITS, QUICK_LOGITS, {"reduction": reduction}, outputs)
+
+
+def _linear(activation: str | None) -> Kind:
+    options = {"activation": activation}
+    return Kind("linear", "linear", PRODUCTS, QUICK_PRODUCTS, options, product=True)
 
 
 # Result files name what is measured ("rms_norm_bwd"), the registry names ops ("rms_norm_backward").
@@ -110,6 +126,10 @@ KINDS: dict[str, Kind] = {
     "cross_entropy_bwd": _cross_entropy("cross_entropy_backward", None),
     "cross_entropy_fwd_bwd": _cross_entropy("cross_entropy_one_pass", (0, 2)),
     "cross_entropy_train": _cross_entropy("cross_entropy_one_pass", (0, 2), "mean"),
+    "linear": _linear(None),
+    "linear_relu": _linear("relu"),
+    "linear_silu": _linear("silu"),
+    "linear_gelu": _linear("gelu"),
 }
 
 
@@ -132,11 +152,16 @@ class Task:
 
     @property
     def rows(self) -> int:
-        return math.prod(self.shape[:-1])
+        return self.shape[0] if self.kind.product else math.prod(self.shape[:-1])
 
     @property
     def columns(self) -> int:
-        return self.shape[-1]
+        return self.shape[-2] if self.kind.product and len(self.shape) > 2 else self.shape[-1]
+
+    @property
+    def depth(self) -> int | None:
+        """K of a product of matrices."""
+        return self.shape[-1] if self.kind.product else None
 
     def __str__(self) -> str:
         return f"{self.name} {written(self.shape)} {self.dtype}"
@@ -155,8 +180,11 @@ SUITES = {
         Suite("layer_norm", "kernel time of LayerNorm: forward, with residual, backward"),
         Suite("softmax", "kernel time of softmax, plain and causal: forward, backward"),
         Suite("cross_entropy", "kernel time of cross entropy: forward, backward, both in one"),
+        Suite("linear", "kernel time of linear layers with their activation"),
         Suite("host", "host time of an eager call: without grad, with grad, backward"),
         Suite("start", "first call in a fresh process: empty cache, then a warm one"),
+        Suite("regret", "how far the picked kernel is from the best there is"),
+        Suite("choice", "host time of choosing: lookup, first choice, first-call tuning"),
     )
 }
 KERNEL_SUITES = tuple(dict.fromkeys(kind.suite for kind in KINDS.values()))

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 
 import torch
 
-from gristmill.bench.peers import cross_entropy, layer_norm, rms_norm, softmax
+from gristmill.bench.peers import cross_entropy, layer_norm, linear, rms_norm, softmax
 from gristmill.bench.peers.peer import Builder, Function, Peer, Sets
 from gristmill.bench.suites import known
 
 __all__ = ["GRISTMILL", "PEERS", "Builder", "Function", "Peer", "Sets", "choose"]
 
-FAMILIES = (rms_norm, layer_norm, softmax, cross_entropy)
+FAMILIES = (rms_norm, layer_norm, softmax, cross_entropy, linear)
 
 
 def _peer(name: str, package: str, module: str, *, cpu: bool = False) -> Peer:

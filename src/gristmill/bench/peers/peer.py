@@ -60,12 +60,12 @@ class Peer:
             return "unknown"
 
 
-def compiled(function: Function) -> Function:
-    """`function` through Inductor, for one problem."""
+def compiled(function: Function, *, mode: str | None = None) -> Function:
+    """`function` through Inductor, for one problem; `mode` as torch.compile takes it."""
     # Every problem gets code of its own, as a model with one shape would: past a few shapes Dynamo
     # would otherwise make the sizes symbolic, and then stop compiling altogether.
     torch._dynamo.reset()
-    return torch.compile(function, fullgraph=True, dynamic=False)
+    return torch.compile(function, fullgraph=True, dynamic=False, mode=mode)
 
 
 def ahead(sets: Sets, position: int, make: Callable[[Arguments], Any]) -> dict[int, Any]:

@@ -1,0 +1,47 @@
+"""A measurement in a process of its own, where nothing is loaded and nothing remembered."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gristmill.errors import GristmillError
+
+# Generous, because importing torch from a cold disk can take minutes.
+TIMEOUT_S = 600
+
+_SCRIPT = (
+    "import importlib, json, sys, time, torch; sys.path[:] = json.loads(sys.argv[1]); "
+    "start = time.perf_counter(); import gristmill; seconds = time.perf_counter() - start; "
+    "importlib.import_module(sys.argv[2]).main(sys.argv[3:], seconds)"
+)
+
+
+def in_fresh_process(
+    module: str, words: Sequence[str], environment: Mapping[str, str], what: str
+) -> dict[str, Any]:
+    """What `main(words, import_s)` of `module` writes as the last line of its stdout, as JSON.
+
+    `environment` is added to that of this process. GristmillError, saying `what` failed, if there
+    is no such line.
+    """
+    # The child gets this process's import path, so that it measures the same code, and its
+    # environment; `env` adds to that without this process reading it.
+    paths = json.dumps([str(Path(entry).resolve()) for entry in sys.path])
+    added = [f"{name}={value}" for name, value in environment.items()]
+    command = ["env", *added, sys.executable, "-c", _SCRIPT, paths, module, *words]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=TIMEOUT_S
+        )
+        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except subprocess.CalledProcessError as error:
+        last = (error.stderr.strip() or "no output").splitlines()[-1]
+        raise GristmillError(f"{what} failed in a fresh process: {last}") from error
+    except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
+        raise GristmillError(f"{what} gave no answer: {error}") from error
+    return answer

@@ -1,0 +1,68 @@
+"""What `linear` and `matmul` must answer, in fp64."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from conformance_truth_core import Truth, accumulator_of, unit
+from conformance_truth_nvfp4 import CHAIN
+
+Tensor = torch.Tensor
+
+
+def activation_of(name: str | None, h: Tensor) -> Tensor:
+    if name is None:
+        return h
+    if name == "relu":
+        return torch.where(h > 0, h, torch.zeros_like(h))
+    if name == "silu":
+        return h / (1 + torch.exp(-h))
+    if name == "gelu":
+        return h / 2 * torch.erfc(-h / math.sqrt(2))
+    assert name == "gelu_tanh"
+    inner = math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)
+    return h / (1 + torch.exp(-2 * inner))
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> list[Truth]:
+    return [_activated(x, weight, bias, activation)]
+
+
+def linear_with_pre(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> list[Truth]:
+    return [_activated(x, weight, bias, activation), _activated(x, weight, bias, None)]
+
+
+def matmul(a: Tensor, b: Tensor) -> list[Truth]:
+    value = torch.matmul(a.double(), b.double())
+    terms = torch.matmul(a.double().abs(), b.double().abs())
+    return [Truth(value, value, CHAIN * terms, accumulator_of(a.dtype))]
+
+
+def _activated(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Truth:
+    h, terms = x.double() @ weight.double().t(), x.double().abs() @ weight.double().abs().t()
+    if bias is not None:
+        h, terms = h + bias.double(), terms + bias.double().abs()
+    terms, accumulator = CHAIN * terms, accumulator_of(x.dtype)
+    value = activation_of(activation, h)
+    if activation is None:
+        return Truth(value, value, terms, accumulator)
+    # The argument is off by its own error, the activation by a few roundings of its own: torch
+    # writes gelu with 1 + erf (or tanh), which for negative h cancels to what is left of h.
+    own = 2 * value.abs() + (h.abs() if "gelu" in activation else 0)
+    return Truth(
+        value,
+        value,
+        _moved(activation, h, terms, accumulator) + own,
+        accumulator,
+        composed_terms=_moved(activation, h, terms, x.dtype)
+        + own * (unit(accumulator) / unit(x.dtype)),
+    )
+
+
+def _moved(activation: str, h: Tensor, terms: Tensor, each: torch.dtype) -> Tensor:
+    """How far the activation moves where h is off by one rounding of its terms; in roundings."""
+    off = unit(each) * terms
+    value = activation_of(activation, h)
+    ends = [(activation_of(activation, h + sign * off) - value).abs() for sign in (-1, 1)]
+    return torch.maximum(*ends) / unit(each)
