@@ -25,9 +25,10 @@ def environment(monkeypatch: pytest.MonkeyPatch):
 def test_defaults() -> None:
     found = reload_settings()
     assert found.cache_dir == Path("/home/someone/.cache/gristmill")
-    assert (found.jit, found.table, found.log, dict(found.use)) == (True, True, "warning", {})
+    assert (found.jit, found.table, found.log, dict(found.use)) == (True, "on", "warning", {})
     assert found.vllm == frozenset()
     assert found.debug is False
+    assert (found.tune, found.record, found.batch_invariant) == ("off", None, False)
 
 
 def test_each_variable_is_read(environment) -> None:
@@ -38,14 +39,20 @@ def test_each_variable_is_read(environment) -> None:
     environment.setenv("GRISTMILL_LOG", "debug")
     environment.setenv("GRISTMILL_VLLM", "nvfp4, Norms,")
     environment.setenv("GRISTMILL_DEBUG", "1")
+    environment.setenv("GRISTMILL_TUNE", "First-Call")
+    environment.setenv("GRISTMILL_RECORD", "~/met.jsonl")
+    environment.setenv("GRISTMILL_BATCH_INVARIANT", "1")
     found = reload_settings()
     assert found.cache_dir == Path("/home/someone/kernels")
     assert found.jit is False
     assert dict(found.use) == {"rms_norm": "cuda_block", "add_rms_norm": "library"}
-    assert found.table is False
+    assert found.table == "off"
     assert found.log == "debug"
     assert found.vllm == {"norms", "nvfp4"}
     assert found.debug is True
+    assert found.tune == "first-call"
+    assert found.record == Path("/home/someone/met.jsonl")
+    assert found.batch_invariant is True
     assert logger.getEffectiveLevel() == logging.DEBUG
 
 
@@ -79,10 +86,19 @@ def test_xdg_cache_home(environment, shared: str, expected: str) -> None:
     assert reload_settings().cache_dir == Path(expected)
 
 
-def test_relative_cache_dir_is_made_absolute(environment, tmp_path: Path) -> None:
+def test_relative_paths_are_made_absolute(environment, tmp_path: Path) -> None:
     environment.chdir(tmp_path)
     environment.setenv("GRISTMILL_CACHE_DIR", "here")
-    assert reload_settings().cache_dir == tmp_path / "here"
+    environment.setenv("GRISTMILL_RECORD", "there/met.jsonl")
+    found = reload_settings()
+    environment.chdir("/")
+    assert found.cache_dir == tmp_path / "here"
+    assert found.record == tmp_path / "there" / "met.jsonl"
+
+
+def test_tables_have_three_settings(environment) -> None:
+    environment.setenv("GRISTMILL_TABLE", "none")
+    assert reload_settings().table == "none"
 
 
 def test_empty_means_unset(environment) -> None:
@@ -97,7 +113,9 @@ def test_empty_means_unset(environment) -> None:
     ("name", "value", "words"),
     [
         ("GRISTMILL_JIT", "of", ["GRISTMILL_JIT='of'", "did you mean off", "on, off"]),
-        ("GRISTMILL_TABLE", "1", ["GRISTMILL_TABLE='1'", "on, off"]),
+        ("GRISTMILL_TABLE", "1", ["GRISTMILL_TABLE='1'", "on, off, none"]),
+        ("GRISTMILL_TUNE", "first", ["GRISTMILL_TUNE='first'", "did you mean first-call"]),
+        ("GRISTMILL_BATCH_INVARIANT", "yes", ["GRISTMILL_BATCH_INVARIANT='yes'", "0, 1"]),
         ("GRISTMILL_LOG", "warn", ["GRISTMILL_LOG='warn'", "did you mean warning"]),
         ("GRISTMILL_JITT", "on", ["GRISTMILL_JITT", "did you mean GRISTMILL_JIT", "GRISTMILL_USE"]),
         ("GRISTMILL_USE", "rms_norm", ["GRISTMILL_USE", "'rms_norm'", "op:variant"]),
@@ -123,6 +141,10 @@ def test_unknown_home_says_what_to_set(environment) -> None:
 
     environment.setattr(Path, "expanduser", unknown)
     with pytest.raises(SettingsError, match="GRISTMILL_CACHE_DIR"):
+        reload_settings()
+    environment.setenv("XDG_CACHE_HOME", "/var/cache")
+    environment.setenv("GRISTMILL_RECORD", "~/met.jsonl")
+    with pytest.raises(SettingsError, match=r"GRISTMILL_RECORD='~/met\.jsonl': Could not"):
         reload_settings()
 
 

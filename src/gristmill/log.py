@@ -28,7 +28,9 @@ logger = logging.getLogger("gristmill")
 if not logger.handlers:
     logger.addHandler(_LastResort())
 
-_given: set[str] = set()
+# In the order in which they were given; of too many the oldest are forgotten.
+_given: dict[str, None] = {}
+_GIVEN_KEPT = 1024
 _lock = threading.Lock()
 
 
@@ -37,7 +39,9 @@ def warn_once(key: str, message: str) -> None:
     with _lock:
         if key in _given:
             return
-        _given.add(key)
+        _given[key] = None
+        if len(_given) > _GIVEN_KEPT:
+            del _given[next(iter(_given))]
     logger.warning("%s", message)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from gristmill.select import KNOWN, Device, Problem, Variant
+from gristmill.select import KNOWN, Device, Problem, Row, RunnerUp, Table, Variant, bucket
+from gristmill.select.configs import config_to_json
 
 H200 = KNOWN["sm_90a"]
 
@@ -24,13 +25,15 @@ class FakeProgram:
     def __init__(self, digest: str) -> None:
         self._digest = digest
 
-    def digest(self) -> str:
+    def source_digest(self) -> str:
         return self._digest
 
 
 class Fake(Variant):
     """Refuses with `refusal` (or what it returns for a problem), declines with `declined`, fails to
-    build with `failure`.
+    build with `failure`; `random` and `varies` are why it is not deterministic or batch-invariant,
+    `more` are configs worth timing beside the usual one. A plan gives its name, or what `work`
+    returns for the arguments.
     """
 
     summary = "a fake"
@@ -44,6 +47,10 @@ class Fake(Variant):
         source: str = "",
         configured: bool = False,
         declined: str | None = None,
+        random: str | None = None,
+        varies: str | None = None,
+        more: Sequence[Config] = (),
+        work: Callable[..., Any] | None = None,
     ) -> None:
         self.name = name
         self.refusal = refusal
@@ -51,6 +58,10 @@ class Fake(Variant):
         self.source = source
         self.config_type = Config if configured else None
         self.declined = declined
+        self.random = random
+        self.varies = varies
+        self.more = tuple(more)
+        self.work = work
         self.bound: list[tuple[Problem, Any]] = []
 
     def supports(self, problem: Problem) -> str | None:
@@ -62,6 +73,15 @@ class Fake(Variant):
     def config(self, problem: Problem) -> Any:
         return None if self.config_type is None else Config(threads=128)
 
+    def configs(self, problem: Problem) -> Sequence[Any]:
+        return (self.config(problem), *self.more)
+
+    def indeterminate(self, problem: Problem) -> str | None:
+        return self.random
+
+    def varies_with_batch(self, problem: Problem) -> str | None:
+        return self.varies
+
     def programs(self, problem: Problem, config: Any) -> tuple[Any, ...]:
         return (FakeProgram(self.source),) if self.source else ()
 
@@ -69,7 +89,7 @@ class Fake(Variant):
         if self.failure is not None:
             raise self.failure
         self.bound.append((problem, config))
-        return lambda *args: (self.name, *args)
+        return self.work or (lambda *args: (self.name, *args))
 
 
 def problem(rows: int = 1000, device: Device = H200, **changes: Any) -> Problem:
@@ -82,3 +102,36 @@ def problem(rows: int = 1000, device: Device = H200, **changes: Any) -> Problem:
         device=device,
     )
     return replace(base, **changes)
+
+
+def row_of(
+    solved: Problem,
+    variant: Variant,
+    config: Any = None,
+    *,
+    hint: int | None = None,
+    **changes: Any,
+) -> Row:
+    """The row of a win by `variant` at `hint` (the problem's own bucket), then with `changes`."""
+    row = Row(
+        key=solved.key(bucket(solved.rows) if hint is None else hint),
+        variant=variant.name,
+        config=config_to_json(config),
+        us=10.5,
+        spread_us=0.2,
+        second=RunnerUp("second", 12.0),
+        date="2026-11-15",
+        source_hash=variant.source_hash(solved, config),
+        rows=solved.rows,
+        times={variant.name: 10.5, "second": 12.0},
+        candidates=2,
+        torch="2.11.0",
+    )
+    return replace(row, **changes)
+
+
+def table_of(*rows: Row, device: Device = H200) -> Table:
+    made = Table.for_device(device)
+    for row in rows:
+        made.put(row)
+    return made

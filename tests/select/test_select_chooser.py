@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from select_fakes import H200, Config, Fake, problem
+from select_fakes import H200, Config, Fake, problem, row_of, table_of
 
 from gristmill.errors import (
     CompileError,
@@ -24,19 +24,15 @@ from gristmill.select import (
     register_variants,
     reset_tables,
     resolve,
-    row_for,
     use,
 )
-from gristmill.select.table import user_table_path
+from gristmill.select.tables import user_table_path
 from gristmill.settings import reload_settings
 
 
 def tuned(variant: Fake, config: Any = None) -> None:
     """Put `variant` into the user's table as the winner of `problem()`."""
-    table = Table.for_device(H200)
-    row = row_for(problem(), variant, config, us=1.0, spread_us=0.0, second=None, date="2026-11-15")
-    table.put(row)
-    table.save(user_table_path(H200))
+    table_of(row_of(problem(), variant, config)).save(user_table_path(H200))
     reset_tables()
 
 
@@ -244,5 +240,83 @@ def test_a_device_without_tables_costs_no_reading(monkeypatch: pytest.MonkeyPatc
         raise AssertionError("read the disk again")
 
     monkeypatch.setattr(Table, "load", forbidden)
-    monkeypatch.setattr("gristmill.select.table.user_table_path", forbidden)
+    monkeypatch.setattr("gristmill.select.tables.user_table_path", forbidden)
     assert names([Fake("first")]) == ["first"]
+
+
+# modes
+
+
+def test_only_deterministic_variants_run_where_that_is_asked_for() -> None:
+    variants = [Fake("first", random="adds in any order"), Fake("second")]
+    assert names(variants) == ["first", "second"]
+    found = ranked("toy", variants, problem(deterministic=True))
+    assert [choice.variant.name for choice in found] == ["second"]
+    with pytest.raises(
+        VariantUnavailable,
+        match=r"as asked for \(deterministic\): first: not deterministic: adds in any order",
+    ):
+        ranked("toy", variants[:1], problem(deterministic=True))
+
+
+def test_only_batch_invariant_variants_run_where_that_is_asked_for() -> None:
+    variants = [Fake("first", varies="splits long rows"), Fake("second")]
+    found = ranked("toy", variants, problem(batch_invariant=True))
+    assert [choice.variant.name for choice in found] == ["second"]
+    both = problem(batch_invariant=True, deterministic=True)
+    with pytest.raises(
+        VariantUnavailable, match=r"\(deterministic and batch-invariant\): first: not batch-inv"
+    ):
+        ranked("toy", variants[:1], both)
+
+
+@pytest.mark.parametrize(
+    ("variant", "modes"),
+    [
+        (Fake("first", random="adds in any order"), {"deterministic": True}),
+        (Fake("first", varies="splits long rows"), {"batch_invariant": True}),
+    ],
+)
+def test_a_name_does_not_overrule_a_mode(variant: Fake, modes: dict[str, bool]) -> None:
+    with use("toy", "first"), pytest.raises(VariantUnavailable, match=r"asked for by name.*not "):
+        ranked("toy", [variant, Fake("second")], problem(**modes))
+
+
+def test_where_rows_know_no_batch_configs_are_asked_with_one_count_and_bound_with_the_true() -> (
+    None
+):
+    asked: list[tuple[str, int]] = []
+
+    class Curious(Fake):
+        def config(self, problem: Any) -> Any:
+            asked.append(("config", problem.rows))
+            return Config(threads=problem.rows)
+
+        def declines(self, problem: Any) -> str | None:
+            asked.append(("declines", problem.rows))
+            return None
+
+    curious = Curious("first", configured=True)
+    plans = [resolve("toy", [curious], problem(rows, batch_invariant=True)) for rows in (1, 5000)]
+    assert [choice.config for choice, _ in plans] == [Config(threads=256)] * 2
+    assert [one.rows for one, _ in curious.bound] == [1, 5000]
+    assert set(asked) == {("config", 256), ("declines", 256)}
+
+
+def test_a_variant_promises_nothing_unless_it_says_so() -> None:
+    from gristmill.select import Variant
+
+    class Plain(Variant):
+        name, summary = "plain", "nothing said"
+
+        def supports(self, problem: Any) -> str | None:
+            return None
+
+        def bind(self, problem: Any, config: Any) -> Any:
+            return lambda: None
+
+    plain = Plain()
+    assert plain.configs(problem()) == (None,)
+    assert plain.indeterminate(problem()) is None
+    assert "does not promise" in (plain.varies_with_batch(problem()) or "")
+    assert plain.source_hash(problem(), None) == ""

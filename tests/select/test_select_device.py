@@ -7,6 +7,7 @@ import torch
 
 from gristmill.jit.program import arch_of
 from gristmill.select import KNOWN, device, device_of
+from gristmill.select.device import data_sheet
 
 
 @pytest.fixture
@@ -43,6 +44,68 @@ def test_cuda_device_is_asked_once(two_fake_gpus: list[int]) -> None:
     )
     assert device_of("cuda:0") is found
     assert two_fake_gpus == [0]
+
+
+def test_the_data_sheet_goes_before_the_clock(two_fake_gpus: list[int]) -> None:
+    assert (device_of("cuda:0").bandwidth, device_of("cuda:0").flops) == (1555e9, 312e12)
+    assert device_of("cuda:1").bandwidth == 8000e9
+
+
+def test_an_unknown_card_has_the_bandwidth_of_its_memory_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    card = SimpleNamespace(
+        name="NVIDIA Z1",
+        major=9,
+        minor=0,
+        multi_processor_count=10,
+        L2_cache_size=1,
+        memory_clock_rate=2_619_000,
+        memory_bus_width=5120,
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(device, "_SEEN", {})
+    assert device_of("cuda:0").bandwidth == pytest.approx(3352.3e9, rel=1e-4)
+    assert device_of("cuda:0").flops == 0
+    del card.memory_clock_rate
+    monkeypatch.setattr(device, "_SEEN", {})
+    assert device_of("cuda:0").bandwidth == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes"),
+    [
+        ("NVIDIA H100 80GB HBM3", 3350),
+        ("NVIDIA H100 PCIe", 2039),
+        ("NVIDIA H100 NVL", 3938),
+        ("NVIDIA H200", 4800),
+        ("NVIDIA H20", 4000),
+        ("NVIDIA A100-SXM4-80GB", 2039),
+        ("NVIDIA A100-SXM4-40GB", 1555),
+        ("NVIDIA A100 80GB PCIe", 1935),
+        ("NVIDIA L4", 300),
+        ("NVIDIA L40", 864),
+        ("NVIDIA L40S", 864),
+        ("NVIDIA GB200", 8000),
+        ("NVIDIA GeForce RTX 4090", 1008),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 1597),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 1792),
+        ("NVIDIA A4000", 0),
+        ("cpu", 0),
+    ],
+)
+def test_data_sheets_are_found_by_whole_words(name: str, gigabytes: float) -> None:
+    assert data_sheet(name)[0] == gigabytes * 1e9
+    assert (data_sheet(name)[1] > 0) == (gigabytes > 0)
+
+
+def test_what_only_draws_the_roof_takes_no_part_in_comparisons() -> None:
+    from dataclasses import replace
+
+    known = KNOWN["sm_90a"]
+    assert replace(known, bandwidth=1.0, flops=1.0) == known
+    assert hash(replace(known, bandwidth=1.0, flops=1.0)) == hash(known)
 
 
 def test_device_without_index_is_the_current_one(
@@ -87,6 +150,8 @@ def test_known_devices_are_consistent() -> None:
         assert arch_of(known.capability) == arch == known.arch
         assert 48 << 10 < known.shared_per_block < 228 << 10
         assert known.multiprocessors > 100
+        assert (known.bandwidth, known.flops) == data_sheet(known.name)
+        assert 5e11 < known.bandwidth < 1e13 < known.flops < 1e16
 
 
 @pytest.mark.gpu

@@ -6,7 +6,14 @@ import threading
 import pytest
 
 from gristmill.errors import UnknownVariant
-from gristmill.select import active, register_variants, token, use
+from gristmill.select import active, batch_invariant, register_variants, token, use
+from gristmill.select.overrides import (
+    forget_variants,
+    is_batch_invariant,
+    restored,
+    tuning,
+    tuning_region,
+)
 from gristmill.settings import reload_settings
 
 
@@ -112,3 +119,82 @@ def test_unknown_name_in_the_environment_names_the_variable(
     reload_settings()
     with pytest.raises(UnknownVariant, match=r"GRISTMILL_USE=toy:nothing.*there are: first"):
         active()
+
+
+def test_batch_invariance_nests_unwinds_and_keeps_what_is_used() -> None:
+    assert not is_batch_invariant()
+    with use("toy", "first"), batch_invariant():
+        assert is_batch_invariant()
+        assert active()["toy"] == "first"
+        with batch_invariant(False):
+            assert not is_batch_invariant()
+        with use("toy", "second"):
+            assert is_batch_invariant()
+    assert not is_batch_invariant()
+
+
+def test_batch_invariance_by_the_environment_and_out_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRISTMILL_BATCH_INVARIANT", "1")
+    reload_settings()
+    assert is_batch_invariant()
+    with use("toy", "first"):
+        assert is_batch_invariant()
+    with batch_invariant(False):
+        assert not is_batch_invariant()
+
+
+def test_modes_are_part_of_the_token() -> None:
+    tokens = [token()]
+    with batch_invariant():
+        tokens.append(token())
+        with tuning(1):
+            tokens.append(token())
+        with tuning(2):
+            tokens.append(token())
+    with batch_invariant(False):
+        tokens.append(token())
+    assert len(set(tokens)) == 5
+    assert token() == tokens[0]
+
+
+def test_regions_nest() -> None:
+    assert tuning_region() is None
+    with tuning(1):
+        with tuning(2), use("toy", "first"):
+            assert tuning_region() == 2
+        assert tuning_region() == 1
+    assert tuning_region() is None
+
+
+def test_batch_invariance_holds_for_its_own_thread() -> None:
+    seen: list[bool] = []
+    with batch_invariant():
+        thread = threading.Thread(target=lambda: seen.append(is_batch_invariant()))
+        thread.start()
+        thread.join()
+    assert seen == [False]
+
+
+def test_modes_of_an_earlier_moment_lie_beneath_those_of_now() -> None:
+    """As a backward pass has them: those of its forward pass, where nothing else is said."""
+    register_variants("other", ["library"])
+    with batch_invariant(), use("toy", "first"), use("other", "library"), tuning(3):
+        before = token()
+    with restored(before):
+        assert (is_batch_invariant(), tuning_region()) == (True, 3)
+        assert dict(active()) == {"toy": "first", "other": "library"}
+    with use("toy", "second"), batch_invariant(False), restored(before):
+        assert (is_batch_invariant(), tuning_region()) == (False, 3)
+        assert dict(active()) == {"toy": "second", "other": "library"}
+    with restored(None):
+        assert (is_batch_invariant(), dict(active())) == (False, {})
+
+
+def test_what_is_gone_cannot_be_asked_for() -> None:
+    register_variants("passing", ["one"])
+    with use("passing", "one"):
+        pass
+    forget_variants("passing")
+    forget_variants("passing")
+    with pytest.raises(UnknownVariant, match="no op 'passing'"):
+        use("passing", "one")

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from select_fakes import H200, Config, Fake, problem
+from select_fakes import H200, Config, Fake, problem, row_of, table_of
 
 from gristmill.errors import TableError
-from gristmill.select import Device, Row, RunnerUp, Table, reset_tables, row_for, table, tables_for
-from gristmill.select.table import slug, user_table_path
+from gristmill.select import Device, Row, Table, reset_tables, tables, tables_for
+from gristmill.select.table import row_to_json
+from gristmill.select.tables import TableSource, slug, user_table_path
 from gristmill.settings import reload_settings
 
 TUNED = Config(threads=512, vector=8, order=(2, 0, 1), scope="block", cap=0.5)
@@ -22,23 +23,16 @@ SECOND = Fake("second")
 
 def measured(variant: Fake = FIRST, rows: int = 1000, **changes: Any) -> Row:
     """The row of a win by `variant`, then with `changes` as a file might hold them."""
-    row = row_for(
-        problem(rows),
-        variant,
-        TUNED if variant.config_type is not None else None,
-        us=10.5,
-        spread_us=0.2,
-        second=RunnerUp("second", 12.0),
-        date="2026-11-15",
-    )
-    return replace(row, **changes)
+    config = TUNED if variant.config_type is not None else None
+    return replace(row_of(problem(rows), variant, config), **changes)
 
 
-def table_of(*rows: Row, device: Device = H200) -> Table:
-    made = Table.for_device(device)
-    for row in rows:
-        made.put(row)
-    return made
+def read_for(device: Device) -> tuple[TableSource, ...]:
+    """The tables that were read from files; before them comes what this process measured."""
+    measured_here, *others = tables_for(device)
+    assert measured_here.label == "tuning of this process"
+    assert measured_here.table.rows == {}
+    return tuple(others)
 
 
 def test_a_saved_row_is_found_again_with_its_config(tmp_path: Path) -> None:
@@ -67,7 +61,7 @@ def test_file_is_sorted_by_number_with_one_row_per_line(tmp_path: Path) -> None:
     table_of(*(measured(rows=rows) for rows in (1024, 64, 256, 1))).save(path)
     lines = [line for line in path.read_text().splitlines() if '"key"' in line]
     assert [line.split("rows=")[1].split()[0] for line in lines] == ["1", "64", "256", "1024"]
-    assert json.loads(path.read_text())["schema"] == 1
+    assert json.loads(path.read_text())["schema"] == 2
 
 
 def test_save_keeps_other_rows_and_replaces_its_own(tmp_path: Path) -> None:
@@ -149,7 +143,7 @@ def test_a_row_whose_variant_refuses_this_very_problem_is_ignored() -> None:
 
 
 GOOD: dict[str, Any] = {
-    "schema": 1,
+    "schema": 2,
     "gpu": "NVIDIA H200",
     "arch": "sm_90a",
     "multiprocessors": 132,
@@ -157,17 +151,29 @@ GOOD: dict[str, Any] = {
 }
 
 
+def broken(**changes: Any) -> dict[str, Any]:
+    """A row as a file holds it, with something wrong."""
+    return {**json.loads(row_to_json(measured())), **changes}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("{", "is not JSON"),
         ("[]", "must be a JSON object"),
-        (json.dumps({**GOOD, "schema": 2}), "schema 2, this version reads 1"),
+        (json.dumps({**GOOD, "schema": 1}), "schema 1, this version reads 2"),
         (json.dumps({**GOOD, "gpu": None}), "'gpu' must be a str"),
         (json.dumps({**GOOD, "rows": {}}), "'rows' must be a list"),
         (json.dumps({**GOOD, "rows": [3]}), "a row must be an object"),
-        (json.dumps({**GOOD, "rows": [{"key": "k"}]}), "'variant' must be a str"),
-        (json.dumps({**GOOD, "rows": [{"config": 5}]}), "'config' must be an object"),
+        (json.dumps({**GOOD, "rows": [{"key": "k"}]}), "'key' must name rows="),
+        (json.dumps({**GOOD, "rows": [{"key": "k rows=1"}]}), "'variant' must be a str"),
+        (json.dumps({**GOOD, "rows": [broken(config=5)]}), "'config' must be an object"),
+        (json.dumps({**GOOD, "rows": [broken(second=5)]}), "'second' must be an object"),
+        (json.dumps({**GOOD, "rows": [broken(us="1")]}), "'us' must be a float"),
+        (json.dumps({**GOOD, "rows": [broken(rows=1.5)]}), "'rows' must be a int"),
+        (json.dumps({**GOOD, "rows": [broken(times={"first": "1"})]}), "'first' must be a float"),
+        (json.dumps({**GOOD, "rows": [broken(times=None)]}), "'times' must be a dict"),
+        (json.dumps({**GOOD, "rows": [broken(torch=None)]}), "'torch' must be a str"),
     ],
 )
 def test_a_malformed_file_is_an_error_that_names_it(
@@ -193,11 +199,11 @@ def test_slug() -> None:
 
 
 def test_user_table_is_read_once_and_again_after_a_reset() -> None:
-    assert tables_for(H200) == ()
+    assert read_for(H200) == ()
     table_of(measured()).save(user_table_path(H200))
-    assert tables_for(H200) == ()
+    assert read_for(H200) == ()
     reset_tables()
-    (source,) = tables_for(H200)
+    (source,) = read_for(H200)
     assert source.label == "user table"
     assert source.table.lookup(problem(), [FIRST]) == (FIRST, TUNED)
 
@@ -206,7 +212,7 @@ def test_user_table_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None
     table_of(measured()).save(user_table_path(H200))
     monkeypatch.setenv("GRISTMILL_TABLE", "off")
     reload_settings()
-    assert tables_for(H200) == ()
+    assert read_for(H200) == ()
 
 
 @pytest.mark.parametrize("text", ["nonsense", json.dumps({**GOOD, "gpu": "NVIDIA H100"})])
@@ -217,9 +223,9 @@ def test_a_bad_user_table_is_ignored_with_one_warning(
     path.parent.mkdir(parents=True)
     path.write_text(text)
     with caplog.at_level(logging.WARNING, logger="gristmill"):
-        assert tables_for(H200) == ()
+        assert read_for(H200) == ()
         reset_tables()
-        assert tables_for(H200) == ()
+        assert read_for(H200) == ()
     (record,) = caplog.records
     assert str(path) in record.getMessage()
     assert "ignored" in record.getMessage()
@@ -228,7 +234,7 @@ def test_a_bad_user_table_is_ignored_with_one_warning(
 @pytest.fixture
 def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A package folder of our own, to ship tables in."""
-    monkeypatch.setattr(table.resources, "files", lambda package: tmp_path)
+    monkeypatch.setattr(tables.resources, "files", lambda package: tmp_path)
     return tmp_path / "tables"
 
 
@@ -236,7 +242,7 @@ def test_shipped_table_of_this_gpu_comes_after_the_users(shipped: Path) -> None:
     table_of(measured(us=5.0)).save(shipped / "nvidia-h200.json")
     table_of(device=replace(H200, name="NVIDIA H100")).save(shipped / "nvidia-h100.json")
     table_of(measured()).save(user_table_path(H200))
-    user, ours = tables_for(H200)
+    user, ours = read_for(H200)
     assert (user.label, ours.label) == ("user table", "shipped table")
     assert ours.table.gpu == "NVIDIA H200"
     assert ours.note == "measured on NVIDIA H200"
@@ -250,7 +256,7 @@ def test_nearest_shipped_table_of_the_architecture_stands_in_and_says_so(shipped
     ):
         card = replace(H200, name=name, arch=arch, multiprocessors=size)
         table_of(device=card).save(shipped / f"{slug(name)}.json")
-    (source,) = tables_for(H200)
+    (source,) = read_for(H200)
     assert source.table.gpu == "NVIDIA GH200"
     assert source.note == "measured on NVIDIA GH200, the nearest sm_90a GPU with a table"
 
@@ -261,11 +267,11 @@ def test_a_broken_shipped_table_does_not_hide_the_others(
     table_of().save(shipped / "nvidia-h200.json")
     (shipped / "a-broken-one.json").write_text("{}")
     with caplog.at_level(logging.WARNING, logger="gristmill"):
-        (source,) = tables_for(H200)
+        (source,) = read_for(H200)
     assert source.table.gpu == "NVIDIA H200"
     assert "a-broken-one.json" in caplog.text
 
 
 def test_no_table_stands_in_on_a_cpu(shipped: Path) -> None:
     table_of(device=replace(H200, name="other", arch="")).save(shipped / "other.json")
-    assert tables_for(Device("cpu", "cpu")) == ()
+    assert read_for(Device("cpu", "cpu")) == ()

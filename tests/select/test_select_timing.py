@@ -15,6 +15,7 @@ from gristmill.select import (
     time_copy,
     time_host,
     time_interleaved,
+    timing,
 )
 
 MB = 1_000_000
@@ -112,6 +113,17 @@ def test_progress_counts_up_to_the_total() -> None:
         progress=lambda done, total: seen.append((done, total)),
     )
     assert seen == [(number, 6) for number in range(1, 7)]
+
+
+def test_the_device_is_found_wherever_a_tensor_is() -> None:
+    class OnCuda(torch.Tensor):
+        is_cuda = True
+        device = torch.device("cuda", 1)
+
+    there = torch.zeros(2).as_subclass(OnCuda)
+    for argsets in ([(there,)], [(1, [there])], [({"deep": {"x": (there,)}},)]):
+        assert timing._cuda_device_of(argsets) == torch.device("cuda", 1)
+    assert timing._cuda_device_of([(torch.zeros(2), {"x": 3}, None)]) is None
 
 
 def test_no_arguments_or_samples_is_a_mistake() -> None:

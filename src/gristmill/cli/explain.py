@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import typer
 
 from gristmill.cli.common import parse_shape, torch_device, torch_dtype, write_json
 from gristmill.errors import ArgumentError
+from gristmill.explain import explain_call
 from gristmill.ops.registry import OPS
 from gristmill.select.device import device_of
-from gristmill.select.explain import explain_problem
+from gristmill.select.overrides import batch_invariant as batch_invariant_rows
+from gristmill.select.overrides import is_batch_invariant
 from gristmill.warmup import target_device
 
 
-def run(name: str, shape: str, dtype: str, arch: str | None, *, as_json: bool) -> None:
+def run(
+    name: str,
+    shape: str,
+    dtype: str,
+    arch: str | None,
+    *,
+    deterministic: bool,
+    batch_invariant: bool,
+    as_json: bool,
+) -> None:
     if name not in OPS:
         raise ArgumentError(f"unknown op {name!r}: there are {', '.join(OPS)}")
     op = OPS[name]
     device = device_of(torch_device(None)) if arch is None else target_device(arch)
     # Meta tensors: the choice depends on shapes and dtypes only, and costs no memory.
     args = op.example(parse_shape(shape), torch_dtype(dtype), "meta")
-    found = explain_problem(op.name, op.variants, op.problem(*args, device=device))
+    # Inside: how a call is seen depends on the mode, too.
+    with batch_invariant_rows(batch_invariant or is_batch_invariant()):
+        problem = op.problem(*args, device=device)
+        problem = replace(problem, deterministic=deterministic or problem.deterministic)
+        found = explain_call(op, args, problem)
     if as_json:
         write_json(found.as_dict())
     else:

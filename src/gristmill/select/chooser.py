@@ -133,8 +133,10 @@ def resolve(
     )
 
 
-# Why a variant could not be built, for `explain`; one entry per variant and table key.
+# Why a variant could not be built, for `explain`; one entry per variant and table key, and of too
+# many the oldest go: a growing length has ever new ones.
 _FAILURES: dict[tuple[str, str, str], str] = {}
+_FAILURES_KEPT = 1024
 _FAILURES_LOCK = Lock()
 
 
@@ -151,6 +153,8 @@ def forget_failures() -> None:
 def _remember_failure(problem: Problem, variant: Variant, reason: str) -> None:
     with _FAILURES_LOCK:
         _FAILURES[_failure_key(problem, variant)] = reason
+        if len(_FAILURES) > _FAILURES_KEPT:
+            del _FAILURES[next(iter(_FAILURES))]
 
 
 def _forget_failure(problem: Problem, variant: Variant) -> None:

@@ -72,7 +72,7 @@ def _partly_copied(args: Sequence[Any], written: Collection[int]) -> Arguments:
     def touched(value: Any) -> bool:
         return any(a < d and c < b for a, b in _stretches(value) for c, d in taken)
 
-    chosen = [position for position, value in enumerate(args) if touched(value)]
+    chosen = [at for at, value in enumerate(args) if at in written or touched(value)]
     copies = iter(_copied([args[position] for position in chosen]))
     return tuple(next(copies) if at in chosen else value for at, value in enumerate(args))
 

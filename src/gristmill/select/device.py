@@ -6,7 +6,9 @@ tables, plans' reasons and explanations; the index only says where to launch.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -18,7 +20,12 @@ _KIB = 1 << 10
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator as the chooser sees it; `index` takes no part in comparisons."""
+    """One accelerator as the chooser sees it.
+
+    `index`, `bandwidth` (of memory, bytes/s) and `flops` (dense bf16 products with fp32 sums, per
+    second) take no part in comparisons: the last two only draw the roof that `explain` shows, from
+    the data sheet; 0 where they are not known.
+    """
 
     kind: str
     name: str
@@ -28,6 +35,8 @@ class Device:
     l2_bytes: int = 0
     shared_per_block: int = 0
     index: int = field(default=0, compare=False)
+    bandwidth: float = field(default=0.0, compare=False)
+    flops: float = field(default=0.0, compare=False)
 
     def __str__(self) -> str:
         if not self.arch:
@@ -35,17 +44,73 @@ class Device:
         return f"{self.name} ({self.arch}, {self.multiprocessors} SMs)"
 
 
+# What data sheets say of GPUs by words of their names: memory in GB/s, and dense bf16 products with
+# fp32 sums in TFLOP/s. The first that fits counts, so a special card stands before its family.
+_DATA_SHEETS: tuple[tuple[str, float, float], ...] = (
+    ("A100-SXM4-80GB", 2039, 312),
+    ("A100 80GB PCIe", 1935, 312),
+    ("A100", 1555, 312),
+    ("A30", 933, 165),
+    ("A40", 696, 149.7),
+    ("RTX A6000", 768, 154.8),
+    ("RTX 3090", 936, 71),
+    ("L40S", 864, 362),
+    ("L40", 864, 181),
+    ("L4", 300, 121),
+    ("RTX 6000 Ada", 960, 364),
+    ("RTX 4090", 1008, 165.2),
+    ("H100 PCIe", 2039, 756),
+    ("H100 NVL", 3938, 835),
+    ("H100", 3350, 989),
+    ("H200 NVL", 4800, 835),
+    ("H200", 4800, 989),
+    ("H20", 4000, 148),
+    ("GB200", 8000, 2500),
+    ("GB300", 8000, 2500),
+    ("B200", 8000, 2250),
+    ("B300", 8000, 2250),
+    ("RTX PRO 6000 Blackwell Server", 1597, 503.8),
+    ("RTX PRO 6000", 1792, 503.8),
+    ("RTX 5090", 1792, 209.5),
+)
+
+
+def data_sheet(name: str) -> tuple[float, float]:
+    """`bandwidth` and `flops` of the GPU of this name, as in `Device`; zeros if it is not known."""
+    for words, gigabytes, teraflops in _DATA_SHEETS:
+        # Whole words: an "L4" is in "L40S" too, and an "A40" in many a longer number.
+        if re.search(rf"(?<![A-Za-z0-9]){re.escape(words)}(?![A-Za-z0-9])", name):
+            return gigabytes * 1e9, teraflops * 1e12
+    return 0.0, 0.0
+
+
+def _known(name: str, arch: str, sms: int, l2_bytes: int, shared_per_block: int) -> Device:
+    number = int("".join(letter for letter in arch if letter.isdigit()))
+    capability, (bandwidth, flops) = divmod(number, 10), data_sheet(name)
+    return Device(
+        kind="cuda",
+        name=name,
+        arch=arch,
+        capability=capability,
+        multiprocessors=sms,
+        l2_bytes=l2_bytes,
+        shared_per_block=shared_per_block,
+        bandwidth=bandwidth,
+        flops=flops,
+    )
+
+
 # Devices that need not be present: `explain` and `warmup` can be asked about them anywhere.
 # The numbers are the vendor's data sheet values of one common card of each architecture.
 KNOWN: dict[str, Device] = {
     device.arch: device
     for device in (
-        Device("cuda", "NVIDIA A100-SXM4-80GB", "sm_80", (8, 0), 108, 40 * _MIB, 163 * _KIB),
-        Device("cuda", "NVIDIA L40S", "sm_89", (8, 9), 142, 96 * _MIB, 99 * _KIB),
-        Device("cuda", "NVIDIA H200", "sm_90a", (9, 0), 132, 60 * _MIB, 227 * _KIB),
-        Device("cuda", "NVIDIA B200", "sm_100a", (10, 0), 148, 126 * _MIB, 227 * _KIB),
-        Device("cuda", "NVIDIA B300", "sm_103a", (10, 3), 148, 126 * _MIB, 227 * _KIB),
-        Device("cuda", "NVIDIA RTX PRO 6000", "sm_120a", (12, 0), 188, 128 * _MIB, 99 * _KIB),
+        _known("NVIDIA A100-SXM4-80GB", "sm_80", 108, 40 * _MIB, 163 * _KIB),
+        _known("NVIDIA L40S", "sm_89", 142, 96 * _MIB, 99 * _KIB),
+        _known("NVIDIA H200", "sm_90a", 132, 60 * _MIB, 227 * _KIB),
+        _known("NVIDIA B200", "sm_100a", 148, 126 * _MIB, 227 * _KIB),
+        _known("NVIDIA B300", "sm_103a", 148, 126 * _MIB, 227 * _KIB),
+        _known("NVIDIA RTX PRO 6000", "sm_120a", 188, 128 * _MIB, 99 * _KIB),
     )
 }
 
@@ -72,6 +137,7 @@ def _cuda_device(index: int) -> Device:
         # A ROCm build calls its devices "cuda"; no CUDA kernel runs there.
         return Device("hip", properties.name, index=index)
     capability = (properties.major, properties.minor)
+    bandwidth, flops = data_sheet(properties.name)
     return Device(
         kind="cuda",
         name=properties.name,
@@ -82,7 +148,15 @@ def _cuda_device(index: int) -> Device:
         # Not in torch's type stubs: what a block gets once the kernel has asked for it.
         shared_per_block=getattr(properties, "shared_memory_per_block_optin", 48 * _KIB),
         index=index,
+        bandwidth=bandwidth or _bandwidth(properties),
+        flops=flops,
     )
+
+
+def _bandwidth(properties: Any) -> float:
+    """That of memory by its clock (in kHz) and its width in bits, two transfers a clock."""
+    clock = getattr(properties, "memory_clock_rate", 0)
+    return 2e3 * float(clock) * getattr(properties, "memory_bus_width", 0) / 8
 
 
 def _other_device(device: torch.device) -> Device:

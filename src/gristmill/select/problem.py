@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,6 +30,14 @@ def bucket(rows: int, hints: Sequence[int] = HINTS) -> int:
             break
         chosen = hint
     return chosen
+
+
+def bucket_edges(hint: int, hints: Sequence[int]) -> tuple[int, int | None]:
+    """The least and the greatest row count whose `bucket` is `hint`; None where there is no end."""
+    at = list(hints).index(hint)
+    low = math.isqrt(hints[at - 1] * hint) + 1 if at else 0
+    high = math.isqrt(hint * hints[at + 1]) if at + 1 < len(hints) else None
+    return low, high
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
-from gristmill.errors import GristmillError
+from gristmill.errors import GristmillError, RanksDisagree
 from gristmill.log import logger, warn_once
 from gristmill.select import agreement
 from gristmill.select.device import Device
-from gristmill.select.overrides import active, tuning_region
+from gristmill.select.group_store import entries
+from gristmill.select.overrides import active, token, tuning_region
 from gristmill.select.problem import Problem
 from gristmill.select.table import Row, row_from_json, row_to_json
 from gristmill.select.tables import remember, tables_for
@@ -28,6 +29,10 @@ from gristmill.select.tuning import Outcome, tune
 from gristmill.select.variant import Variant
 from gristmill.settings import settings
 from gristmill.version import __version__
+
+# More rows than this are not made on first sight: where a length grows with every call, each is a
+# problem of its own, and tuning them all would never end.
+MOST_ROWS = 10_000
 
 # One problem at a time in a process; threads that meet the same one find its row afterwards.
 _TUNING = RLock()
@@ -71,22 +76,36 @@ def first_sight(
 ) -> None:
     """Called before a choice is made that is not remembered yet; may add a row for it."""
     compare_ranks(problem.device)
-    number = tuning_region()
-    region = None if number is None else _REGIONS.get(number)
-    if region is None and settings().tune == "off":
+    region = region_here()
+    if region is None and (settings().tune == "off" or problem.deterministic):
         return
-    if region is None and (problem.deterministic or problem.batch_invariant):
-        return
-    if op_name in active() or is_capturing(problem.device):
+    if problem.batch_invariant:
+        return  # its choice asks no row that is measured here
+    if op_name in active():
         return
     try:
         _tune(op_name, variants, problem, args, written, region)
+    except RanksDisagree:
+        raise
     except (GristmillError, RuntimeError) as error:
         warn_once(
             f"tuning {op_name} {type(error).__name__}",
             f"{op_name}: {problem.key(problem.rows)} could not be tuned, the usual choice is "
             f"taken: {type(error).__name__}: {error}",
         )
+
+
+def region_here() -> Region | None:
+    """The region around here; in a backward pass that has no context, the one opened last.
+
+    Autograd runs backward passes on CUDA in threads of its own. Ops in eager mode bring along the
+    modes of their forward pass; those in a compiled graph cannot.
+    """
+    number = tuning_region()
+    if number is not None or token() is not None or torch._C._current_graph_task_id() == -1:
+        return None if number is None else _REGIONS.get(number)
+    with _LOCK:
+        return next(reversed(_REGIONS.values()), None)
 
 
 def is_capturing(device: Device) -> bool:
@@ -123,6 +142,9 @@ def _tune(
     again = region is not None and region.again and key not in region.seen
     if not again and spoken_for(problem, variants):
         return
+    able = not is_capturing(problem.device) and not (region is None and _is_full(problem.device))
+    if not able and agreement.alone():
+        return
 
     def measured() -> Row:
         thorough = region is not None and region.thorough
@@ -135,11 +157,11 @@ def _tune(
         logger.info("tuned %s: %s, %.2f us", key, row.launch(), row.us)
         return outcome.row
 
-    if region is not None:
+    if region is not None and able:
         region.seen.add(key)
         if region.progress is not None:
             region.progress(key)
-    if agreement.store() is None:
+    if agreement.alone():
         with _TUNING:
             if again or not spoken_for(problem, variants):
                 remember(problem.device, [measured()])
@@ -147,22 +169,37 @@ def _tune(
 
     mine = False
 
-    def decide() -> str:
+    def decide() -> str | None:
         nonlocal mine
+        if not able:
+            return None  # and then none of the ranks shall tune it in this job
         with _TUNING:
             mine = True
             return row_to_json(measured())
 
-    # The sources are in the topic: ranks that run other code have nothing to tell each other.
     answer = agreement.agree(f"tune {problem.device.name} {key}", decide)
     if answer is not None:
         # The one that has measured writes the file; the others would write the same.
         remember(problem.device, [row_from_json(answer)], keep=mine)
 
 
+def _is_full(device: Device) -> bool:
+    sources = [source for source in tables_for(device) if not source.shipped]
+    full = sum(len(source.table.rows) for source in sources) >= MOST_ROWS
+    if full:
+        warn_once(
+            f"rows {device.name}",
+            f"{MOST_ROWS} problems have been tuned on {device.name}: others run by the usual "
+            f"choice (GRISTMILL_TUNE)",
+        )
+    return full
+
+
 def compare_ranks(device: Device) -> None:
     """Once per process group: what choices depend on must be the same on all ranks."""
-    if agreement.store() is None:
+    topic = f"choices on {device.name}"
+    found = entries()
+    if found is None or found.store is None or topic in found.checked:
         return
     current = settings()
     mine = {
@@ -172,11 +209,15 @@ def compare_ranks(device: Device) -> None:
         "GRISTMILL_BATCH_INVARIANT": str(int(current.batch_invariant)),
         "GRISTMILL_USE": ",".join(f"{op}:{name}" for op, name in sorted(current.use.items())),
     }
-    for source in tables_for(device):
-        mine.update({row.key: row.launch() for row in source.table.rows.values()})
+    # From the last to the first: of two rows with one key, what counts is that of the table which
+    # is asked first. What is shipped has names of its own: a tuned row takes nothing away from it.
+    for source in reversed(tables_for(device)):
+        name = "shipped " if source.shipped else ""
+        rows = list(source.table.rows.values())
+        mine.update({f"{name}{row.key}": row.launch() for row in rows})
 
     def settled(key: str) -> str | None:
         answer = agreement.published(f"tune {device.name} {key}")
         return None if answer is None else row_from_json(answer).launch()
 
-    agreement.check_equal(f"choices on {device.name}", mine, settled=settled)
+    agreement.check_equal(topic, mine, settled=settled)

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from gristmill.errors import TableError
 from gristmill.select.configs import config_from_json
+from gristmill.select.files import locked, make_folder, write_atomically
 from gristmill.select.problem import HINTS, bucket
 
 if TYPE_CHECKING:
@@ -101,30 +100,43 @@ class Table:
 
     def put(self, row: Row) -> None:
         """Add a row; one with the same key is replaced."""
-        known = self._hints.get(row.family, HINTS)
-        if row.hint not in known:
-            known = tuple(sorted({*known, row.hint}))
         # First the row, then the hint that leads to it: other threads may be looking.
         self.rows[row.key] = row
-        self._hints[row.family] = known
+        self._split(row.family, (row.hint,))
+
+    def split_as(self, other: Table) -> None:
+        """Know the hints of `other`, so that a row here speaks for no bucket that it has split."""
+        for family, hints in other._hints.items():
+            self._split(family, hints)
+
+    def _split(self, family: str, hints: Sequence[int]) -> None:
+        known = self._hints.get(family, HINTS)
+        self._hints[family] = tuple(sorted({*known, *hints}))
 
     def save(self, path: Path) -> None:
         """Merge these rows into the file at `path` and write it in one atomic step.
 
         Rows already in the file stay unless one here has the same key, so tuning one op keeps what
-        is known of the others. A file that is no table of this GPU raises TableError and stays.
+        is known of the others, and several processes may save at once. A file that is no table of
+        this GPU raises TableError and stays.
         """
-        merged = dict(self.rows)
-        if path.exists():
-            known = Table.load(path)
-            if known.gpu != self.gpu:
-                raise TableError(f"table {path}: is for {known.gpu!r}, not for {self.gpu!r}")
-            merged = {**known.rows, **merged}
-        _write_atomically(path, self._text(merged.values()))
+        make_folder(path.parent)
+        with locked(path.parent):
+            merged = dict(self.rows)
+            if path.exists():
+                known = Table.load(path)
+                if known.gpu != self.gpu:
+                    raise TableError(f"table {path}: is for {known.gpu!r}, not for {self.gpu!r}")
+                merged = {**known.rows, **merged}
+            write_atomically(path, self._text(merged.values()))
+
+    def hints(self, problem: Problem) -> tuple[int, ...]:
+        """The sizes at which problems of this family are measured, ascending."""
+        return self._hints.get(problem.family(), HINTS)
 
     def hint(self, problem: Problem) -> int:
         """The size at which this problem's choice is measured: the nearest, in log space."""
-        return bucket(problem.rows, self._hints.get(problem.family(), HINTS))
+        return bucket(problem.rows, self.hints(problem))
 
     def key(self, problem: Problem) -> str:
         """The key of the row that speaks for `problem`, whether or not it is there."""
@@ -262,19 +274,3 @@ def _typed(entry: Mapping[str, Any], name: str, kind: type) -> Any:
     if not isinstance(value, wanted) or isinstance(value, bool):
         raise ValueError(f"{name!r} must be a {kind.__name__}, got {value!r}")
     return value
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    missing = [folder for folder in path.parents if not folder.exists()]
-    for folder in reversed(missing):
-        # Owner only, whatever the umask: the cache trusts no folder that others can write to.
-        folder.mkdir(mode=0o700, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(temporary).chmod(0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

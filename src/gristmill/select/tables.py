@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -46,6 +47,10 @@ def tables_for(device: Device) -> tuple[TableSource, ...]:
                 )
                 sources = (measured, _user_table(device), _shipped_table(device))
                 found = tuple(source for source in sources if source is not None)
+                # From the last to the first: what one table has split, those before it must not
+                # speak for as a whole.
+                for later, earlier in pairwise(reversed(found)):
+                    earlier.table.split_as(later.table)
                 _LOADED[key] = found
     return found
 
@@ -79,7 +84,7 @@ def remember(
         except (OSError, TableError) as error:
             if path is not None:
                 raise TableError(f"table {place}: cannot be written: {error}") from error
-            warn_once(f"table {place}", f"{error}; what was tuned is kept in memory only")
+            warn_once(f"table written {place}", f"{error}; what was tuned is kept in memory only")
 
 
 def slug(gpu: str) -> str:

@@ -297,8 +297,8 @@ def _cuda_device_of(argsets: Sequence[Any]) -> torch.device | None:
     for value in argsets:
         if isinstance(value, torch.Tensor) and value.is_cuda:
             return value.device
-        if isinstance(value, (tuple, list)):
-            found = _cuda_device_of(value)
+        if isinstance(value, (tuple, list, dict)):
+            found = _cuda_device_of(list(value.values()) if isinstance(value, dict) else value)
             if found is not None:
                 return found
     return None

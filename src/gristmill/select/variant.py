@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from gristmill.jit.program import Program
+    from gristmill.jit.compilers import Compilable
     from gristmill.select.problem import Problem
 
 
@@ -67,7 +67,7 @@ class Variant(ABC):
         """
         return "does not promise that rows are independent of the batch"
 
-    def programs(self, problem: Problem, config: Any) -> tuple[Program, ...]:
+    def programs(self, problem: Problem, config: Any) -> tuple[Compilable, ...]:
         """What `bind` would compile; empty when nothing is compiled."""
         return ()
 
