@@ -15,7 +15,7 @@ import torch
 
 from gristmill.errors import ArgumentError, VariantUnavailable
 from gristmill.jit import cache, counters
-from gristmill.jit.program import Program
+from gristmill.jit.compilers import Compilable
 from gristmill.ops.registry import OPS
 from gristmill.select.chooser import Choice, ranked
 from gristmill.select.device import KNOWN, Device, device_of
@@ -25,6 +25,9 @@ from gristmill.select.problem import HINTS, Problem
 # sizes of vocabularies. A kernel serves a range of lengths, so these few leave little uncompiled.
 COLUMNS = (64, 128, 256, 512, 1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 12288, 16384)
 VOCABULARIES = (32000, 32768, 50257, 128256, 151936, 262144)
+# N and K of linear layers of a model of 8B parameters: attention, then up and down.
+LAYERS = ((4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336))
+PRODUCTS = ("linear", "linear_with_pre", "matmul")
 DTYPES = (torch.bfloat16,)
 
 
@@ -55,7 +58,8 @@ def warmup(
 ) -> list[Warmed]:
     """Compile what calls of `ops` (default: all) at `shapes` and `dtypes` will run.
 
-    Without `shapes`: at the row lengths of common models, for cross entropy at vocabularies.
+    Without `shapes`: at the row lengths of common models, for cross entropy at vocabularies, for
+    products of matrices (whose shapes are M x N x K) at the layers of one.
 
     For the GPU `device` (default: the current one) kernels are also loaded, so that a first call
     finds them ready. With `arch` ("sm_90a") they are only compiled into the cache, for a GPU that
@@ -85,8 +89,10 @@ def warmup(
     return done
 
 
-def default_shapes(op: str) -> tuple[tuple[int, int], ...]:
+def default_shapes(op: str) -> tuple[tuple[int, ...], ...]:
     """What an op is warmed up for unless shapes are given."""
+    if op in PRODUCTS:
+        return tuple((rows, *layer) for layer in LAYERS for rows in HINTS)
     loss = "cross_entropy" in op or op == "scale_gradient_"
     lengths = VOCABULARIES if loss else COLUMNS
     return tuple((rows, columns) for columns in lengths for rows in HINTS)
@@ -128,9 +134,9 @@ def _jobs(
     shapes: Sequence[tuple[int, ...]] | None,
     dtypes: Sequence[torch.dtype],
     target: Device,
-) -> dict[Program, tuple[Problem, Choice]]:
+) -> dict[Compilable, tuple[Problem, Choice]]:
     """Each program once, with the first problem that needs it."""
-    jobs: dict[Program, tuple[Problem, Choice]] = {}
+    jobs: dict[Compilable, tuple[Problem, Choice]] = {}
     for name in names:
         op = OPS[name]
         for dtype in dtypes:

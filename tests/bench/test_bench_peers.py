@@ -10,6 +10,7 @@ from gristmill.bench.inputs import argument_sets, arguments, compared, saved
 from gristmill.bench.peers import FAMILIES, GRISTMILL, PEERS, Peer, choose
 from gristmill.bench.peers import cross_entropy as ce
 from gristmill.bench.peers import layer_norm as ln
+from gristmill.bench.peers import linear as lin
 from gristmill.bench.peers import rms_norm as rms
 from gristmill.bench.peers import softmax as sm
 from gristmill.bench.suites import KINDS, Task
@@ -33,6 +34,7 @@ PLAIN: dict[str, Any] = {
     "cross_entropy_bwd": lambda dloss, _, *rest: ce.plain_backward(dloss, *rest[:3]),
     "cross_entropy_fwd_bwd": lambda *args: ce._through_autograd(ce.plain_forward, [args])(*args),
     "cross_entropy_train": lambda *args: ce._through_autograd(ce.plain_mean, [args])(*args),
+    **dict.fromkeys(lin.TASKS, lin.plain),
 }
 SHAPE = {"softmax_causal": (3, 7, 96), "softmax_causal_bwd": (3, 7, 96)}
 

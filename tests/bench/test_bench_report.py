@@ -230,3 +230,34 @@ def test_a_file_that_is_no_result_is_told(tmp_path: Path) -> None:
     path.write_text('{"rows": []}')
     with pytest.raises(ArgumentError, match=r"x\.json is not a file of benchmark results"):
         load(path)
+
+
+def test_products_are_shown_by_operations_and_drawn_beside_their_roof(tmp_path: Path) -> None:
+    rows = [
+        row(
+            "linear_silu",
+            m,
+            4096,
+            impl,
+            us,
+            K=4096,
+            shape=f"{m}x4096x4096",
+            tflop_per_s=2 * m * 4096 * 4096 / us / 1e6,
+        )
+        for m, impl, us in (
+            (1, "gristmill", 9.0),
+            (1, "eager", 12.0),
+            (4096, "gristmill", 200.0),
+            (4096, "eager", 240.0),
+        )
+    ]
+    results = Results({"gpu": "H200", "mm_tflop_per_s": {"bfloat16": 712.3}}, rows)
+    text = markdown(results)
+    assert "Fastest product of torch's in this run, bfloat16: 712 TFLOP/s." in text
+    assert "| vs best peer | TFLOP/s | of roof |" in text
+    assert "| 4096x4096x4096 | 200 | 240 | 1.20x | 687 |" in text
+    (path,) = write_plots(results, tmp_path)
+    assert path.name == "linear_silu.svg"
+    drawn = path.read_text()
+    assert "share of the roof" in drawn
+    assert "TB/s that must move" not in drawn

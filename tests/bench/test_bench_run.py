@@ -86,6 +86,30 @@ def test_numbers_are_sane(results: Results) -> None:
         assert row["roof_share"] == pytest.approx(row["roof_us"] / row["us"], rel=0.01, abs=1e-4)
 
 
+def test_a_product_has_a_depth_operations_and_a_roof_of_both(results: Results) -> None:
+    products = [row for row in results.rows if KINDS[row["op"]].product]
+    assert len(products) == 2 * 4
+    assert not any(
+        "K" in row or "tflop_per_s" in row for row in results.rows if row not in products
+    )
+    rate = results.meta["mm_tflop_per_s"]["bfloat16"]
+    for row in products:
+        operations = 2 * row["M"] * row["N"] * row["K"]
+        assert row["K"] == 64
+        assert row["tflop_per_s"] == pytest.approx(operations / row["us"] / 1e6, abs=1e-3)
+    assert rate >= 0
+
+
+def test_the_roof_of_a_product_is_the_longer_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    roofs = []
+    for rate, copied in ((1e-9, 5.0), (1e9, 5.0)):
+        monkeypatch.setattr(Runner, "_rate", lambda self, dtype, rate=rate: rate)
+        monkeypatch.setattr(Runner, "_roof", lambda self, moved, copied=copied: copied)
+        (ours,) = run([], [Task("linear", (8, 64), "float32")]).rows
+        roofs.append(ours["roof_us"])
+    assert roofs == [pytest.approx(2 * 8 * 64 * 64 / 1e-9 / 1e6), 5.0]
+
+
 def test_bytes_are_what_must_move(results: Results) -> None:
     element, m, n = 2, 8, 64
     moved = {row["op"]: row["bytes"] for row in results.rows}

@@ -9,6 +9,7 @@ from gristmill.bench.suites import (
     KERNEL_SUITES,
     KINDS,
     LOGITS,
+    PRODUCTS,
     SCORES,
     SHAPES,
     SUITES,
@@ -29,13 +30,14 @@ FAMILIES = {
         "cross_entropy_fwd_bwd",
         "cross_entropy_train",
     ],
+    "linear": ["linear", "linear_relu", "linear_silu", "linear_gelu"],
 }
 
 
 def test_a_gpu_runs_every_shape_of_every_task() -> None:
     found, notes = tasks("cuda")
     assert len(found) == len(set(found))
-    assert len(found) == 6 * 14 + 2 * (14 + 2) + 2 * 2 + 4 * 8
+    assert len(found) == 6 * 14 + 2 * (14 + 2) + 2 * 2 + 4 * 8 + 4 * 30
     assert {task.dtype for task in found} == {"bfloat16"}
     assert notes == []
 
@@ -52,6 +54,9 @@ def test_the_shapes_of_each_family() -> None:
         assert shapes[name] == list(SCORES)
     for name in FAMILIES["cross_entropy"]:
         assert shapes[name] == list(LOGITS)
+    for name in FAMILIES["linear"]:
+        assert shapes[name] == list(PRODUCTS)
+    assert {shape[0] for shape in PRODUCTS} >= {1, 16, 64, 256, 1024, 4096}
 
 
 @pytest.mark.parametrize("suite", FAMILIES)
@@ -63,7 +68,7 @@ def test_a_suite_is_a_family(suite: str) -> None:
 
 def test_every_suite_has_a_summary_and_every_task_a_suite() -> None:
     assert tuple(FAMILIES) == KERNEL_SUITES
-    assert list(SUITES) == [*KERNEL_SUITES, "host", "start"]
+    assert list(SUITES) == [*KERNEL_SUITES, "host", "start", "regret", "choice"]
     assert all(suite.summary for suite in SUITES.values())
 
 
@@ -78,6 +83,14 @@ def test_rows_are_all_leading_dims() -> None:
     task = Task("softmax_causal", (16, 4096, 2048), "bfloat16")
     assert (task.rows, task.columns) == (65536, 2048)
     assert str(task) == "softmax_causal 16x4096x2048 bfloat16"
+
+
+def test_a_product_has_rows_columns_and_a_depth() -> None:
+    task = Task("linear_silu", (16, 4096, 2048), "bfloat16")
+    assert (task.rows, task.columns, task.depth) == (16, 4096, 2048)
+    square = Task("linear", (16, 64), "bfloat16")
+    assert (square.rows, square.columns, square.depth) == (16, 64, 64)
+    assert Task("softmax", (16, 64), "bfloat16").depth is None
 
 
 def test_a_cpu_leaves_the_large_shapes_out_and_says_so() -> None:

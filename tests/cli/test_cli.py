@@ -50,7 +50,7 @@ def test_version(run: Run) -> None:
     assert (result.exit_code, result.stdout) == (0, f"gristmill {gristmill.__version__}\n")
 
 
-@pytest.mark.parametrize("command", ["doctor", "explain", "warmup", "cache", "bench"])
+@pytest.mark.parametrize("command", ["doctor", "explain", "warmup", "tune", "tables", "cache", "bench"])
 def test_every_command_has_help(run: Run, command: str) -> None:
     assert command in run("--help").stdout
     result = run(f"{command} --help")

@@ -9,7 +9,8 @@ from gristmill.jit import cache
 from gristmill.ops.registry import OPS
 from gristmill.select.chooser import ranked
 from gristmill.select.device import KNOWN
-from gristmill.warmup import COLUMNS, VOCABULARIES, Warmed, default_shapes, warmup
+from gristmill.select.problem import HINTS
+from gristmill.warmup import COLUMNS, LAYERS, VOCABULARIES, Warmed, default_shapes, warmup
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
 
@@ -63,6 +64,15 @@ def test_the_default_is_few_programs_for_many_shapes() -> None:
 def test_losses_are_warmed_for_vocabularies() -> None:
     assert {columns for _, columns in default_shapes("cross_entropy_backward")} == {*VOCABULARIES}
     assert {columns for _, columns in default_shapes("layer_norm")} == {*COLUMNS}
+
+
+def test_products_are_warmed_for_layers() -> None:
+    for name in ("linear", "linear_with_pre", "matmul"):
+        shapes = default_shapes(name)
+        assert {shape[1:] for shape in shapes} == {*LAYERS}
+        assert {rows for rows, *_ in shapes} == {*HINTS}
+        args = OPS[name].example(shapes[0], torch.bfloat16, "meta")
+        assert args[0].shape == (1, 4096)
 
 
 def test_wrong_arguments() -> None:

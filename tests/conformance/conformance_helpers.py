@@ -37,6 +37,8 @@ KERNEL_OPS = [*NORM_OPS, *SOFTMAX_OPS]
 ENTROPY_NAMES = [
     name for name in OPS if name.startswith("cross_entropy") or name == "scale_gradient_"
 ]
+# Products of matrices.
+PRODUCT_NAMES = ("linear", "linear_with_pre", "matmul")
 
 
 def rows_of(op: Op, args: tuple[Any, ...]) -> torch.Tensor:
@@ -59,6 +61,10 @@ def composed(
     where = device or args[0].device.type
     if op.name.startswith("linear_cross_entropy") and where == "cuda":
         return args[0].dtype if args[0].dtype.itemsize == 2 else False
+    if op.name in PRODUCT_NAMES and variant.startswith("library"):
+        # torch rounds to its dtype before the activation, too.
+        narrow = where == "cuda" and args[0].dtype.itemsize == 2
+        return args[0].dtype if narrow else False
     if variant != "library":
         return False
     if op.name in ("nvfp4_linear_backward", "nvfp4_moe", "nvfp4_moe_backward"):

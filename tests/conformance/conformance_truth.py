@@ -11,6 +11,7 @@ from typing import Any
 
 import conformance_truth_cross_entropy as entropy
 import conformance_truth_fp8 as fp8
+import conformance_truth_linear as linear
 import conformance_truth_linear_cross_entropy as linear_entropy
 import conformance_truth_norms as norms
 import conformance_truth_nvfp4 as nvfp4
@@ -188,6 +189,9 @@ TRUTHS: dict[str, Callable[..., list[Truth]]] = {
     "scale_gradient_": entropy.scale_gradient_,
     "linear_cross_entropy": linear_entropy.forward,
     "linear_cross_entropy_backward": linear_entropy.backward,
+    "linear": linear.linear,
+    "linear_with_pre": linear.linear_with_pre,
+    "matmul": linear.matmul,
     "nvfp4_linear": nvfp4.linear,
     "nvfp4_linear_backward": nvfp4.linear_backward,
     "nvfp4_moe": nvfp4.moe,

@@ -18,7 +18,7 @@ from gristmill.errors import (
     DriverError,
     KernelNotCached,
 )
-from gristmill.jit import cache, kernel
+from gristmill.jit import cache, kernel, nvrtc
 from gristmill.ops import launch
 from gristmill.ops.op import Op
 from gristmill.ops.registry import OPS
@@ -175,7 +175,7 @@ def test_without_nvrtc(
     args = op.example((8, 256), torch.bfloat16, "cuda")
     truths = truth_of(op.name, args)
     limits = allowed(op, args, truths)
-    monkeypatch.setattr(cache, "compiler_version", missing)
+    monkeypatch.setattr(nvrtc, "compiler_version", missing)
     before = fallbacks()
     with caplog.at_level(logging.WARNING, logger="gristmill"):
         for _ in range(2):

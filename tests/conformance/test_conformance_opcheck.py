@@ -81,6 +81,17 @@ NAMES = (
     "mask expanded, one column",
     "mask and causal",
     "dy float32",
+    "4 by 24x0",
+    "bfloat16 silu bias",
+    "float16 relu",
+    "float32 gelu_tanh bias",
+    "float64 gelu",
+    "weight transposed",
+    "bias strided",
+    "2x1x7x24 by 3x24x33",
+    "7x24 by 5x24x33",
+    "heads of a row",
+    "b transposed",
 )
 ARGUMENTS = [
     pytest.param(op, name, id=f"{op.name}-{name}".replace(" ", "_"))
@@ -97,6 +108,9 @@ TRAINED = {
     "cross_entropy": ("logits",),
     "cross_entropy_one_pass": ("logits",),
     "linear_cross_entropy": ("x", "weight", "bias"),
+    "linear": ("x", "weight", "bias"),
+    "linear_with_pre": ("x", "weight", "bias"),
+    "matmul": ("a", "b"),
     "softmax": ("x", "mask"),
     "log_softmax": ("x", "mask"),
     "nvfp4_linear": ("x", "bias"),

@@ -35,6 +35,7 @@ from gristmill.ops.plain import Reference
 from gristmill.ops.registry import OPS
 from gristmill.ops.rms_norm import semantics
 from gristmill.ops.rms_norm.plain import Library
+from gristmill.ops.rows import problem as rows_problem
 from gristmill.ops.rows.config import ASYNC, ONE_ROW, TWICE
 from gristmill.select import HINTS, KNOWN, ranked, resolve
 from gristmill.settings import reload_settings
@@ -234,7 +235,10 @@ def test_explain_tells_the_truth(op: Op, case: Case, device: str) -> None:
     explanation = gristmill.explain(op.name, *args)
     found = json.loads(json.dumps(explanation.as_dict()))
     assert found["op"] == op.name
-    assert found["rows"] == math.prod(rows_of(op, args).shape[:-1])
+    # A product of stacks counts the rows of one batch.
+    batch = found["dims"].pop("batch", 1) if op.name == "matmul" else 1
+    rows = op.outputs(*args) if op.name == "matmul" else rows_of(op, args)
+    assert found["rows"] * batch == math.prod(rows.shape[:-1])
     assert found["dims"] == _dims(op, args)
     assert [row["variant"] for row in found["variants"]] == [one.name for one in op.variants]
     statuses = [row["status"] for row in found["variants"]]
@@ -251,6 +255,10 @@ def _dims(op: Op, args: tuple[Any, ...]) -> dict[str, int]:
     named = dict(zip([one.name for one in op.overload._schema.arguments], args, strict=True))
     if "linear_cross_entropy" in op.name:
         return dict(zip(("V", "K"), named["weight"].shape, strict=True))
+    if op.name in ("linear", "linear_with_pre"):
+        return dict(zip(("N", "K"), named["weight"].shape, strict=True))
+    if op.name == "matmul":
+        return dict(zip(("K", "N"), named["b"].shape[-2:], strict=True))
     if "nvfp4_linear" in op.name:
         rows, half = named["codes"].shape
         return {"N": rows, "K": 2 * half}
@@ -385,7 +393,9 @@ def test_an_old_gpu_gets_what_torch_has(op: Op) -> None:
     turing = replace(KNOWN["sm_80"], name="NVIDIA T4", arch="sm_75", capability=(7, 5))
     problem = op.problem(*op.example((4, 64), torch.float16, "meta"), device=turing)
     names = [choice.variant.name for choice in ranked(op.name, op.variants, problem)]
-    plain = [one.name for one in op.variants if not one.name.startswith("cuda_")]
+    plain = [one.name for one in op.variants if not one.name.startswith(("cuda_", "triton_"))]
+    if op.name == "linear":
+        plain.remove("library_fused")  # no activation to fuse
     if "linear_cross_entropy" in op.name:
         plain.remove("library")  # torch's own gives its loss in fp16: too few bits
     assert names == plain
@@ -427,6 +437,10 @@ def test_cost_counts_what_must_move(op: Op) -> None:
         "log_softmax": 2 * rows,
         "softmax_backward": 3 * rows,
         "log_softmax_backward": 3 * rows,
+        # The sums are kept beside the result.
+        "linear": 2 * rows + 64 * weight,
+        "linear_with_pre": 3 * rows + 64 * weight,
+        "matmul": 2 * rows + 64 * weight,
         "nvfp4_linear": 2 * rows + 64 * packed(64),
         "nvfp4_linear_backward": 2 * rows + 64 * packed(64),
         # Eight experts, half as wide as a row, all of them used.
@@ -439,6 +453,7 @@ def test_cost_counts_what_must_move(op: Op) -> None:
 
 def test_examples_are_right_as_they_are() -> None:
     results = {"rms_norm": 1, "nvfp4_linear": 1, "nvfp4_linear_backward": 1, "nvfp4_moe": 1}
+    results |= {"linear": 1, "matmul": 1}
     results |= {name: 4 if name.startswith("add_") else 3 for name in FP8_NAMES}
     results |= {"layer_norm": 1, "layer_norm_backward": 3}
     results |= dict.fromkeys(SOFTMAX_NAMES, 1)
@@ -463,13 +478,17 @@ def test_forgetting_plans_changes_no_answer() -> None:
 @pytest.mark.parametrize(
     "name", [name for name in ROW_NAMES if name not in ("rms_norm", "layer_norm")]
 )
-def test_a_copy_of_one_tensor_does_not_align_the_other(name: str) -> None:
-    """`contiguous()` leaves what is contiguous where it is, aligned or not."""
+def test_a_plan_that_copies_one_tensor_aligns_the_other(name: str) -> None:
+    """Accesses are as wide as those of what the plan takes, which is `packed` of each."""
     op = OPS[name]
     args = case_of(op, "unaligned beside strided columns").make("cpu", 0)
-    first, second = (1, 0) if name.endswith("_backward") else (0, 1)
     details = op.problem(*args, device=KNOWN["sm_90a"]).layout
     assert details.copied
     assert args[0].data_ptr() % 4 == 2
-    assert details.layout.views[first].access == 2
-    assert details.layout.views[second].access == 16
+    assert {view.access for view in details.layout.views if view is not None} == {16}
+    for tensor in args[:2]:
+        assert rows_problem.packed(tensor).is_contiguous()
+        assert rows_problem.packed(tensor).data_ptr() % 16 == 0
+        assert torch.equal(rows_problem.packed(tensor), tensor)
+    dense = torch.randn(3, 64)
+    assert rows_problem.packed(dense) is dense

@@ -12,6 +12,7 @@ typedef struct { uint32_t grid[3], block[3], shared; void* stream; Attribute* at
 // What the tests look at.
 struct { uint32_t grid, block, shared, count; uint64_t stream, function, context; Attribute attributes[4]; unsigned char params[64]; } last;
 int launches, loads, pushes, pops, next_result, parameter_bytes = 32, largest_shared, nonportable, shared_settings;
+int separate, separate_sizes[16];  // a kernel of several parameters, as Triton makes them; 0: one struct
 int mixed;  // launches whose parameter, four words that should be equal, was or became something else
 
 
@@ -35,7 +36,7 @@ int cuModuleLoadData(uint64_t* module, const void* image) {
     return SUCCESS;
 }
 int cuModuleGetFunction(uint64_t* function, uint64_t module, const char* name) {
-    if (!strstr(name, "fill") && !strstr(name, "meet")) return NOT_FOUND;
+    if (!strstr(name, "fill") && !strstr(name, "meet") && !strstr(name, "scale")) return NOT_FOUND;
     *function = module * 16 + (strstr(name, "Li3E") ? 3 : 2);
     return SUCCESS;
 }
@@ -48,7 +49,12 @@ int cuFuncSetAttribute(uint64_t function, int attribute, int value) {
     return SUCCESS;
 }
 int cuFuncGetParamInfo(uint64_t function, size_t index, size_t* offset, size_t* size) {
-    (void)function; (void)index; *offset = 0; *size = parameter_bytes; return SUCCESS;
+    (void)function;
+    if (index >= (size_t)(separate ? separate : 1)) return INVALID_VALUE;
+    *offset = 0; *size = separate ? separate_sizes[index] : parameter_bytes;
+    for (size_t i = 0; separate && i <= index; i++)  // each at a multiple of its own size
+        *offset = (*offset + separate_sizes[i] - 1) / separate_sizes[i] * separate_sizes[i] + (i < index ? separate_sizes[i] : 0);
+    return SUCCESS;
 }
 int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, uint64_t function, int threads, size_t shared) {
     (void)function; *blocks = 2048 / threads - (shared > 0); return current() ? SUCCESS : INVALID_CONTEXT;
@@ -63,15 +69,21 @@ int cuLaunchKernelEx(const Config* config, uint64_t function, void** params, voi
     if (next_result) { int result = next_result; next_result = 0; return result; }
     if (!current()) return INVALID_CONTEXT;
     if (extra || config->grid[1] != 1 || config->grid[2] != 1 || config->block[1] != 1 || config->block[2] != 1) return INVALID_VALUE;
-    volatile const uint64_t* words = params[0];
-    const uint64_t first = words[0];
+    volatile const uint64_t* words[4];
+    for (int i = 0; i < 4; i++) words[i] = separate ? params[i] : (uint64_t*)params[0] + i;
+    const uint64_t first = *words[0];
     sched_yield();
-    if (words[0] != first || words[1] != first || words[2] != first || words[3] != first) __sync_fetch_and_add(&mixed, 1);
+    if (*words[0] != first || (separate ? (uint32_t)*words[1] != (uint32_t)first : *words[1] != first || *words[2] != first || *words[3] != first)) __sync_fetch_and_add(&mixed, 1);
     memset(&last, 0, sizeof last);
     last.grid = config->grid[0]; last.block = config->block[0]; last.shared = config->shared; last.count = config->count;
     last.stream = (uint64_t)config->stream; last.function = function; last.context = current();
     memcpy(last.attributes, config->attributes, config->count * sizeof(Attribute));
-    memcpy(last.params, params[0], parameter_bytes);
+    unsigned char* to = last.params;
+    for (int i = 0; i < (separate ? separate : 1); i++) {  // one after another, without padding
+        const int size = separate ? separate_sizes[i] : parameter_bytes;
+        memcpy(to, params[i], size);
+        to += size;
+    }
     __sync_fetch_and_add(&launches, 1);
     return SUCCESS;
 }

@@ -25,8 +25,8 @@ def compiler(monkeypatch):
         lowered = {name: f"_Z{name}" for name in program.names}
         return Binary(b"cubin %d" % len(calls), lowered, "a log", "nvrtc 13.0")
 
-    monkeypatch.setattr(cache, "compile_program", compile_program)
-    monkeypatch.setattr(cache, "compiler_version", lambda: "nvrtc 13.0")
+    monkeypatch.setattr(nvrtc, "compile_program", compile_program)
+    monkeypatch.setattr(nvrtc, "compiler_version", lambda: "nvrtc 13.0")
     return calls
 
 
@@ -102,8 +102,8 @@ def test_an_entry_of_another_program_is_a_miss(tiny, make_program, home, compile
 
 def test_another_compiler_replaces_the_entry(tiny, home, compiler, monkeypatch) -> None:
     cache.load_or_compile(tiny, ARCH)
-    monkeypatch.setattr(cache, "compiler_version", lambda: "nvrtc 13.1")
-    monkeypatch.setattr(cache, "installed_version", lambda: "nvrtc 13.1")
+    monkeypatch.setattr(nvrtc, "compiler_version", lambda: "nvrtc 13.1")
+    monkeypatch.setattr(nvrtc, "installed_version", lambda: "nvrtc 13.1")
     cache.forget()
     cache.load_or_compile(tiny, ARCH)
     assert len(compiler) == 2
@@ -114,8 +114,8 @@ def test_hit_by_the_installed_version_does_not_load_the_compiler(
 ) -> None:
     first = cache.load_or_compile(tiny, ARCH)
     cache.forget()
-    monkeypatch.setattr(cache, "compiler_version", lambda: pytest.fail("NVRTC was loaded"))
-    monkeypatch.setattr(cache, "installed_version", lambda: first.compiler)
+    monkeypatch.setattr(nvrtc, "compiler_version", lambda: pytest.fail("NVRTC was loaded"))
+    monkeypatch.setattr(nvrtc, "installed_version", lambda: first.compiler)
     assert cache.load_or_compile(tiny, ARCH) == first
 
 
@@ -125,14 +125,14 @@ def test_the_loaded_compiler_outranks_the_installed_one(
 ) -> None:
     cache.load_or_compile(tiny, ARCH)
     cache.forget()
-    monkeypatch.setattr(cache, "installed_version", lambda: installed)
+    monkeypatch.setattr(nvrtc, "installed_version", lambda: installed)
     cache.load_or_compile(tiny, ARCH)
     assert len(compiler) == 1
 
 
 def test_other_cuda_headers_replace_the_entry(tiny, home, compiler, monkeypatch) -> None:
     cache.load_or_compile(tiny, ARCH)
-    monkeypatch.setattr(cache, "headers_version", lambda program: "cuda 13.1")
+    monkeypatch.setattr(nvrtc, "headers_version", lambda program: "cuda 13.1")
     cache.forget()
     cache.load_or_compile(tiny, ARCH)
     assert len(compiler) == 2
@@ -145,14 +145,14 @@ def _no_compiler() -> str:
 def test_what_is_kept_needs_no_compiler(tiny, make_program, home, compiler, monkeypatch) -> None:
     first = cache.load_or_compile(tiny, ARCH)
     cache.forget()
-    monkeypatch.setattr(cache, "compiler_version", _no_compiler)
+    monkeypatch.setattr(nvrtc, "compiler_version", _no_compiler)
     assert cache.load_or_compile(tiny, ARCH) == first
     with pytest.raises(CompilerUnavailable, match="no NVRTC here"):
         cache.load_or_compile(make_program(b__cu="\n"), ARCH)
 
 
 def test_nothing_is_created_when_there_is_no_compiler(tiny, home, monkeypatch) -> None:
-    monkeypatch.setattr(cache, "compiler_version", _no_compiler)
+    monkeypatch.setattr(nvrtc, "compiler_version", _no_compiler)
     with pytest.raises(CompilerUnavailable):
         cache.load_or_compile(tiny, ARCH)
     assert not home.path.exists()
@@ -175,7 +175,7 @@ def test_jit_off_takes_only_what_is_kept(tiny, home, compiler, monkeypatch) -> N
     cache.forget()
     home.set(GRISTMILL_JIT="off")
     # Asking for its version would load the compiler, which need not even be installed.
-    monkeypatch.setattr(cache, "compiler_version", lambda: pytest.fail("asked for the compiler"))
+    monkeypatch.setattr(nvrtc, "compiler_version", lambda: pytest.fail("asked for the compiler"))
     assert cache.load_or_compile(tiny, ARCH) == first
 
 
@@ -350,14 +350,14 @@ def test_a_lock_that_cannot_be_had_is_done_without(tiny, home, compiler, monkeyp
 
 def test_many_threads_compile_once(tiny, home, compiler, monkeypatch) -> None:
     inside, go = threading.Event(), threading.Event()
-    compile_now = cache.compile_program
+    compile_now = nvrtc.compile_program
 
     def slow(program, arch):
         inside.set()
         assert go.wait(10)
         return compile_now(program, arch)
 
-    monkeypatch.setattr(cache, "compile_program", slow)
+    monkeypatch.setattr(nvrtc, "compile_program", slow)
     found: list[Binary] = []
     threads = [
         threading.Thread(target=lambda: found.append(cache.load_or_compile(tiny, ARCH)))
@@ -378,7 +378,7 @@ def test_a_compile_blocks_no_other_kernel(tiny, make_program, home, compiler, mo
     slow, kept, new = tiny, make_program(b__cu="\n"), make_program(c__cu="\n")
     warm = cache.load_or_compile(kept, ARCH)
     inside, go = threading.Event(), threading.Event()
-    compile_now = cache.compile_program
+    compile_now = nvrtc.compile_program
 
     def blocked(program, arch):
         if program is slow:
@@ -386,7 +386,7 @@ def test_a_compile_blocks_no_other_kernel(tiny, make_program, home, compiler, mo
             assert go.wait(10)
         return compile_now(program, arch)
 
-    monkeypatch.setattr(cache, "compile_program", blocked)
+    monkeypatch.setattr(nvrtc, "compile_program", blocked)
     thread = threading.Thread(target=cache.load_or_compile, args=(slow, ARCH))
     thread.start()
     try:
@@ -406,14 +406,14 @@ def test_an_error_reaches_every_waiting_thread_and_is_forgotten(
     tiny, home, compiler, monkeypatch
 ) -> None:
     inside, go = threading.Event(), threading.Event()
-    compile_now = cache.compile_program
+    compile_now = nvrtc.compile_program
 
     def failing(program, arch):
         inside.set()
         assert go.wait(10)
         raise CompileError("out of luck")
 
-    monkeypatch.setattr(cache, "compile_program", failing)
+    monkeypatch.setattr(nvrtc, "compile_program", failing)
     errors: list[str] = []
 
     def ask() -> None:
@@ -430,5 +430,5 @@ def test_an_error_reaches_every_waiting_thread_and_is_forgotten(
     for thread in threads:
         thread.join(10)
     assert errors == ["out of luck"] * 4
-    monkeypatch.setattr(cache, "compile_program", compile_now)
+    monkeypatch.setattr(nvrtc, "compile_program", compile_now)
     assert cache.load_or_compile(tiny, ARCH).cubin == b"cubin 1"

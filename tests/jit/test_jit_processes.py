@@ -17,18 +17,18 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings")
 
 WORKER = """
 import hashlib, pathlib, sys, time
-from gristmill.jit import cache, counters
+from gristmill.jit import cache, counters, nvrtc
 from gristmill.jit.program import Program
 
 root, arch, go = pathlib.Path(sys.argv[1]), sys.argv[2], pathlib.Path(sys.argv[3])
-compile_now = cache.compile_program
+compile_now = nvrtc.compile_program
 
 def slowly(program, arch):
     time.sleep(0.5)  # so that all the others come while this one compiles
     return compile_now(program, arch)
 
-cache.compile_program = slowly
-cache.compiler_version()
+nvrtc.compile_program = slowly
+nvrtc.compiler_version()
 print("ready", flush=True)
 while not go.exists():
     time.sleep(0.005)

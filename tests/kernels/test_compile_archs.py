@@ -158,7 +158,7 @@ def _launches(
     for rows in ROWS if mix[3] != "nested" else ROWS[1:]:
         for columns in all_columns:
             for name, args in calls(mix, rows, columns, out_dtype):
-                problem = OPS[name].problem(*args, device=KNOWN[arch])
+                problem = OPS[name].problem(*args, device=KNOWN[arch]).asked()
                 able = [one for one in OPS[name].variants if one.supports(problem) is None]
                 first = next((one for one in able if one.declines(problem) is None), able[0])
                 for variant in able:

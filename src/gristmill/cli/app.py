@@ -26,6 +26,14 @@ app.add_typer(cache_app, name="cache")
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Shapes = Annotated[list[str] | None, typer.Option("--shape", help=SHAPE_HELP + " May be repeated.")]
 Dtypes = Annotated[list[str] | None, typer.Option("--dtype", help=DTYPE_HELP + " May be repeated.")]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        help="NAME=VALUE: another value for an argument of the op than its example has, such as "
+        "activation=silu or causal=top_left. May be repeated.",
+    ),
+]
 Arch = Annotated[
     str | None,
     typer.Option("--arch", help="Ask about another GPU, here or not: sm_80, sm_90a, sm_100a, ..."),
@@ -71,13 +79,33 @@ def explain(
     op: Annotated[str, typer.Argument(help="The op, such as rms_norm.")],
     shape: Annotated[str, typer.Option("--shape", help=SHAPE_HELP)] = "4096x8192",
     dtype: Annotated[str, typer.Option("--dtype", help=DTYPE_HELP)] = "bfloat16",
+    options: Sets = None,
     arch: Arch = None,
+    deterministic: Annotated[
+        bool,
+        typer.Option("--deterministic", help="As under torch.use_deterministic_algorithms(True)."),
+    ] = False,
+    batch_invariant: Annotated[
+        bool, typer.Option("--batch-invariant", help="As under gristmill.batch_invariant().")
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Say which variant of an op would run for a shape, and why not the others."""
+    """Say which variant of an op would run for a shape, and why not the others.
+
+    With times where a tuned table has them, the roof, what decided and how to change it.
+    """
     from gristmill.cli.explain import run
 
-    run(op, shape, dtype, arch, as_json=json)
+    run(
+        op,
+        shape,
+        dtype,
+        options or [],
+        arch,
+        deterministic=deterministic,
+        batch_invariant=batch_invariant,
+        as_json=json,
+    )
 
 
 @app.command(
@@ -95,6 +123,91 @@ def warmup(
     from gristmill.cli.warmup import run
 
     run(ops or [], shape or [], dtype or [], arch)
+
+
+@app.command(
+    epilog="Examples: `gristmill tune rms_norm --shape 4096x8192`; "
+    "`GRISTMILL_RECORD=run.jsonl python serve.py`, then `gristmill tune --recorded run.jsonl`. "
+    "Exit code 1 if nothing could be tuned."
+)
+@reported
+def tune(
+    ops: Annotated[list[str] | None, typer.Argument(help="Ops to tune; by default all.")] = None,
+    shape: Shapes = None,
+    dtype: Dtypes = None,
+    recorded: Annotated[
+        Path | None,
+        typer.Option(help="Tune the problems in this file, written by GRISTMILL_RECORD."),
+    ] = None,
+    options: Sets = None,
+    hints: Annotated[
+        str | None,
+        typer.Option(
+            help="Numbers of rows to tune at, as in 1,16,64; by default all hints, or with --shape "
+            "the nearest one."
+        ),
+    ] = None,
+    split: Annotated[
+        bool,
+        typer.Option(help="Try sizes between hints; where that wins 3%, they get their own row."),
+    ] = True,
+    again: Annotated[
+        bool, typer.Option("--again", help="Also tune what has a row that holds.")
+    ] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Time only the usual launch of each variant.")
+    ] = False,
+    table: Annotated[
+        Path | None, typer.Option(help="Keep the rows in this file, not in the user's table.")
+    ] = None,
+    device: Device = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes to compile in; by default by the cores.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Time the variants of ops ahead of time and keep the winners in a table.
+
+    An interrupted run goes on where it was: problems that have a row are passed over.
+    """
+    from gristmill.cli.tune import Options, run
+
+    run(
+        Options(
+            ops=ops or [],
+            shapes=shape or [],
+            dtypes=dtype or [],
+            recorded=recorded,
+            hints=hints,
+            options=options or [],
+            split=split,
+            again=again,
+            quick=quick,
+            table=table,
+            device=device,
+            workers=workers,
+            json=json,
+        )
+    )
+
+
+@app.command(epilog="Example: `gristmill tables rms_norm --stale`")
+@reported
+def tables(
+    ops: Annotated[list[str] | None, typer.Argument(help="Only rows of these ops.")] = None,
+    stale: Annotated[
+        bool, typer.Option("--stale", help="Only rows that are passed over, with the reason.")
+    ] = False,
+    table: Annotated[
+        Path | None, typer.Option(help="Show this file, not the tables in force here.")
+    ] = None,
+    device: Device = None,
+    json: Json = False,
+) -> None:
+    """List the tuned rows that choices are made from: what was measured, when, who was second."""
+    from gristmill.cli.tables import run
+
+    run(ops or [], table, device, stale=stale, as_json=json)
 
 
 @cache_app.command("ls")
@@ -127,8 +240,9 @@ def bench(
     suites: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Kernel time: rms_norm, layer_norm, softmax, cross_entropy (by default these); "
-            "host time: host; first calls: start; or all.",
+            help="Kernel time: rms_norm, layer_norm, softmax, cross_entropy, linear (by default "
+            "these); host time: host; first calls: start; how good choices are: regret; what "
+            "choosing costs: choice; or all.",
             show_default=False,
         ),
     ] = None,

@@ -10,7 +10,7 @@ import torch
 import typer
 from rich.console import Console
 
-from gristmill.bench import host, runner
+from gristmill.bench import choice, families, host, matrix, regret, runner
 from gristmill.bench.environment import describe
 from gristmill.bench.peers import Peer, choose
 from gristmill.bench.progress import progress
@@ -19,6 +19,9 @@ from gristmill.bench.results import OURS, Results, load
 from gristmill.bench.suites import KERNEL_SUITES, SUITES, Shape, Task, known, tasks
 from gristmill.cli.common import FAILURE, console, parse_dtype, parse_shape, torch_device
 from gristmill.errors import ArgumentError
+from gristmill.jit.compilers import Compilable
+from gristmill.jit.parallel import compile_all
+from gristmill.select.device import device_of
 
 
 @dataclass(frozen=True)
@@ -74,11 +77,13 @@ def _measured(options: Options, out: Console) -> Results:
         peers, missing = choose(options.peers or (), device)
     else:
         found, notes = [], []
+    points, grids = _regret_problems(suites, bool(kernels), device, options, dtypes)
     meta = {**describe(device, peers), "suites": suites, "missing_peers": missing, "notes": notes}
     results = Results(meta, path=options.json)
     names = ", ".join(peer.name for peer in peers)
     out.print(f"{meta['gpu']}, torch {meta['torch']}" + (f"; peers: {names}" if names else ""))
     _measure(suites, found, peers, device, results, options, dtypes, out)
+    _measure_regret(points, grids, device, results, options, out)
     return results
 
 
@@ -104,6 +109,77 @@ def _measure(
     if "start" in suites:
         with progress(out, host.start_steps()) as advance:
             host.run_start(device, results, advance, dtype=dtype, repeats=repeats)
+    if "choice" in suites:
+        with progress(out, choice.steps()) as advance:
+            choice.run(device, results, advance, dtype=dtype, repeats=repeats)
+
+
+def _regret_problems(
+    suites: Sequence[str],
+    beside_others: bool,
+    device: torch.device,
+    options: Options,
+    dtypes: Sequence[str],
+) -> tuple[list[families.Point], list[matrix.Matrix]]:
+    """What the suite `regret` is to measure; shapes given by hand leave out the matrices."""
+    if "regret" not in suites:
+        return [], []
+    names = options.ops
+    if beside_others and names:  # which may know more ops
+        names = [name for name in names if name in families.KINDS]
+        if not names:
+            return [], []
+    shapes = [_rows(shape) for shape in options.shapes]
+    points = families.points(
+        device.type, quick=options.quick, names=names, shapes=shapes, dtypes=dtypes
+    )
+    if shapes:
+        return points, []
+    grids = [
+        one
+        for dtype in dtypes or ("bfloat16",)
+        for one in matrix.matrices(device.type, quick=options.quick, names=names, dtype=dtype)
+    ]
+    return points, grids
+
+
+def _measure_regret(
+    points: Sequence[families.Point],
+    grids: Sequence[matrix.Matrix],
+    device: torch.device,
+    results: Results,
+    options: Options,
+    out: Console,
+) -> None:
+    if not points:
+        return
+    results.meta.setdefault("method", runner.METHODS.get(device.type, runner.METHODS["cpu"]))
+    sizes = [
+        families.Point(grid.family, rows) for grid in grids for rows in (*grid.hints, *grid.sizes)
+    ]
+    _compile(regret.programs([*points, *sizes], device), device, out)
+    with progress(out, len(points)) as advance:
+        regret.run(points, device, results, advance)
+    samples = options.samples or matrix.SAMPLES
+    with progress(out, matrix.steps(grids)) as advance:
+        matrix.run(grids, device, results, advance, samples=samples)
+    results.save()
+
+
+def _compile(programs: Sequence[Compilable], device: torch.device, out: Console) -> None:
+    """Compile ahead and in parallel; what fails is told where it is missed."""
+    if not programs:
+        return
+    out.print(f"compiling {len(programs)} programs that are candidates")
+    if out.is_terminal:
+        with progress(out, len(programs)) as advance:
+            compile_all(
+                programs,
+                device_of(device).arch,
+                progress=lambda done, number, total: advance(done.program.source),
+            )
+    else:
+        compile_all(programs, device_of(device).arch)
 
 
 def _write(results: Results, options: Options, out: Console) -> None:
@@ -114,8 +190,10 @@ def _write(results: Results, options: Options, out: Console) -> None:
         written.append(options.markdown)
     if options.plots is not None:
         from gristmill.bench.plots import write_plots
+        from gristmill.bench.regret_plots import write_regret_plots
 
         written += write_plots(results, options.plots)
+        written += write_regret_plots(results, options.plots)
     if written:
         out.print("written: " + ", ".join(map(str, written)), soft_wrap=True)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import typer
@@ -22,7 +23,7 @@ R = TypeVar("R")
 FAILURE, USAGE = 1, 2
 SHAPE_HELP = (
     "A shape such as 4096x8192: rows x columns, with more leading dimensions if you like; of "
-    "nvfp4_linear also MxNxK, of nvfp4_moe MxEXPERTSxTOPKxHxI."
+    "linear, matmul and nvfp4_linear MxNxK, or MxK for N = K, of nvfp4_moe MxEXPERTSxTOPKxHxI."
 )
 DTYPE_NAMES = ("bfloat16", "float16", "float32", "float64")
 DTYPE_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
@@ -47,6 +48,23 @@ def parse_shape(text: str) -> tuple[int, ...]:
     if not re.fullmatch(r"\d+([x×,]\d+)*", text):
         raise ArgumentError(f"{text!r} is not a shape: write rows x columns as in 4096x8192")
     return tuple(int(part) for part in re.split("[x×,]", text))
+
+
+def parse_options(words: Sequence[str]) -> dict[str, Any]:
+    """NAME=VALUE of each word; a value is None, a truth value, a number, or else text."""
+    named: dict[str, Any] = {"none": None, "true": True, "false": False}
+    found: dict[str, Any] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not name.isidentifier() or not equals:
+            raise ArgumentError(f"{word!r} is not of the form NAME=VALUE, as in activation=silu")
+        value = named.get(text.lower(), text)
+        for kind in (int, float):
+            if value is text:
+                with contextlib.suppress(ValueError):
+                    value = kind(text)
+        found[name] = value
+    return found
 
 
 def parse_dtype(text: str) -> str:

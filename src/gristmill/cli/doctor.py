@@ -28,9 +28,9 @@ from gristmill.jit import cache
 from gristmill.jit.folder import why_untrusted
 from gristmill.jit.nvrtc import compiler_version, include_dir
 from gristmill.ops.registry import OPS
+from gristmill.select.copies import rotate
 from gristmill.select.device import device_of
 from gristmill.select.explain import explain_problem
-from gristmill.select.copies import rotate
 from gristmill.settings import VARIABLES, settings
 
 Report = dict[str, Any]
@@ -151,7 +151,10 @@ def _settings() -> list[Report]:
         "GRISTMILL_CACHE_DIR": str(now.cache_dir),
         "GRISTMILL_JIT": "on" if now.jit else "off",
         "GRISTMILL_USE": ",".join(f"{op}:{variant}" for op, variant in now.use.items()),
-        "GRISTMILL_TABLE": "on" if now.table else "off",
+        "GRISTMILL_TABLE": now.table,
+        "GRISTMILL_TUNE": now.tune,
+        "GRISTMILL_RECORD": "" if now.record is None else str(now.record),
+        "GRISTMILL_BATCH_INVARIANT": str(int(now.batch_invariant)),
         "GRISTMILL_LOG": now.log,
         "GRISTMILL_VLLM": ",".join(sorted(now.vllm)),
         "GRISTMILL_DEBUG": "1" if now.debug else "0",

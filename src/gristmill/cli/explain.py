@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import typer
 
-from gristmill.cli.common import parse_shape, torch_device, torch_dtype, write_json
+from gristmill.cli.common import (
+    parse_options,
+    parse_shape,
+    torch_device,
+    torch_dtype,
+    write_json,
+)
 from gristmill.errors import ArgumentError
 from gristmill.explain import explain_call
 from gristmill.ops.registry import OPS
@@ -20,6 +27,7 @@ def run(
     name: str,
     shape: str,
     dtype: str,
+    options: Sequence[str],
     arch: str | None,
     *,
     deterministic: bool,
@@ -31,7 +39,8 @@ def run(
     op = OPS[name]
     device = device_of(torch_device(None)) if arch is None else target_device(arch)
     # Meta tensors: the choice depends on shapes and dtypes only, and costs no memory.
-    args = op.example(parse_shape(shape), torch_dtype(dtype), "meta")
+    args = op.example_with(parse_options(options), parse_shape(shape), torch_dtype(dtype), "meta")
+    op.check(*args)
     # Inside: how a call is seen depends on the mode, too.
     with batch_invariant_rows(batch_invariant or is_batch_invariant()):
         problem = op.problem(*args, device=device)

@@ -14,17 +14,11 @@ from pathlib import Path
 
 from gristmill.errors import CompilerUnavailable, KernelNotCached
 from gristmill.jit import counters, entry
+from gristmill.jit.binary import Binary
+from gristmill.jit.compilers import Compilable, compiler_of
 from gristmill.jit.entry import Entry
 from gristmill.jit.folder import make_private, why_untrusted, write_whole
-from gristmill.jit.nvrtc import (
-    Binary,
-    compile_program,
-    compiler_version,
-    headers_version,
-    installed_version,
-)
 from gristmill.jit.once import Once
-from gristmill.jit.program import Program
 from gristmill.log import logger, warn_once
 from gristmill.settings import settings
 
@@ -35,7 +29,7 @@ LOCK_SECONDS = 30.0
 _memory: Once[str, Binary] = Once()
 
 
-def load_or_compile(program: Program, arch: str) -> Binary:
+def load_or_compile(program: Compilable, arch: str) -> Binary:
     """The binary of `program` for `arch` ("sm_90a"); compiled here only if it is in no cache."""
     found_elsewhere = False
 
@@ -48,6 +42,15 @@ def load_or_compile(program: Program, arch: str) -> Binary:
     if not found_elsewhere:
         counters.add("memory_hits")
     return binary
+
+
+def is_in_folder(program: Compilable, arch: str) -> bool:
+    """Whether `load_or_compile` would find the program on disk, of this or any process."""
+    path = folder() / f"{program.key(arch)}{entry.SUFFIX}"
+    if not path.exists() or why_untrusted(path.parent, settings().cache_dir) is not None:
+        return False
+    binary = entry.read_binary(path, program, arch)
+    return binary is not None and _same_toolchain(binary, program)
 
 
 def folder() -> Path:
@@ -79,7 +82,7 @@ def forget() -> None:
     _memory.clear()
 
 
-def _from_folder_or_compiler(program: Program, arch: str) -> Binary:
+def _from_folder_or_compiler(program: Compilable, arch: str) -> Binary:
     path = folder() / f"{program.key(arch)}{entry.SUFFIX}"
     usable = _usable(path.parent)
     if usable and (binary := _read(path, program, arch)):
@@ -91,7 +94,7 @@ def _from_folder_or_compiler(program: Program, arch: str) -> Binary:
             f"make it beforehand with GRISTMILL_JIT=on: by gristmill warmup OP --shape ... --dtype "
             f"..., or by making the same call once"
         )
-    compiler_version()  # no compiler: say so now, before anything is written
+    compiler_of(program).compiler_version()  # no compiler: say so now, before anything is written
     if not (usable and _prepared(path.parent)):
         return _compile(program, arch)
     with _locked(path):
@@ -126,7 +129,7 @@ def _warn(place: Path, reason: str) -> None:
     warn_once(f"unwritable {place}", f"kernels are kept in memory only: {place} {reason}")
 
 
-def _read(path: Path, program: Program, arch: str) -> Binary | None:
+def _read(path: Path, program: Compilable, arch: str) -> Binary | None:
     binary = entry.read_binary(path, program, arch)
     if binary is None or not _same_toolchain(binary, program):
         return None
@@ -134,7 +137,7 @@ def _read(path: Path, program: Program, arch: str) -> Binary | None:
     return binary
 
 
-def _same_toolchain(binary: Binary, program: Program) -> bool:
+def _same_toolchain(binary: Binary, program: Compilable) -> bool:
     """Whether the compiler of today would make the same binary.
 
     Where there is no compiler to be asked, or it may not be used, what is kept is what there is.
@@ -143,15 +146,17 @@ def _same_toolchain(binary: Binary, program: Program) -> bool:
         return True
     try:
         # What is installed need not be what is loaded: only the compiler itself can refuse.
-        same = binary.compiler == installed_version() or binary.compiler == compiler_version()
-        return same and binary.headers == headers_version(program)
+        compiler = compiler_of(program)
+        same = binary.compiler == compiler.installed_version()
+        same = same or binary.compiler == compiler.compiler_version()
+        return same and binary.headers == compiler.headers_version(program)
     except CompilerUnavailable:
         return True
 
 
-def _compile(program: Program, arch: str) -> Binary:
+def _compile(program: Compilable, arch: str) -> Binary:
     begin = time.perf_counter()
-    binary = compile_program(program, arch)
+    binary = compiler_of(program).compile_program(program, arch)
     seconds = time.perf_counter() - begin
     counters.add("compiles")
     counters.add("compile_seconds", seconds)

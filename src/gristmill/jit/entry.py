@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gristmill.jit.nvrtc import Binary
-from gristmill.jit.program import Program
+from gristmill.jit.binary import Binary
+from gristmill.jit.compilers import Compilable
 
 SUFFIX = ".kernel"
 
@@ -39,7 +39,7 @@ class Entry:
     compiler: str
 
 
-def encode(program: Program, arch: str, binary: Binary) -> bytes:
+def encode(program: Compilable, arch: str, binary: Binary) -> bytes:
     """The content of the file for `binary`."""
     header = json.dumps(
         {
@@ -51,19 +51,27 @@ def encode(program: Program, arch: str, binary: Binary) -> bytes:
             "compiler": binary.compiler,
             "headers": binary.headers,
             "log": binary.log,
+            "facts": dict(binary.facts),
         }
     ).encode()
     body = _LENGTH.pack(len(header)) + header + binary.cubin
     return _MAGIC + hashlib.sha256(body).digest() + body
 
 
-def read_binary(path: Path, program: Program, arch: str) -> Binary | None:
+def read_binary(path: Path, program: Compilable, arch: str) -> Binary | None:
     """The binary kept at `path`, if it is whole and is the one of `program` for `arch`."""
     found = _read(path)
     if found is None or found[0]["key"] != program.key(arch):
         return None
     header, cubin = found
-    return Binary(cubin, header["lowered"], header["log"], header["compiler"], header["headers"])
+    return Binary(
+        cubin,
+        header["lowered"],
+        header["log"],
+        header["compiler"],
+        header["headers"],
+        header.get("facts", {}),  # files written before there were any have none
+    )
 
 
 def read_entry(path: Path) -> Entry | None:

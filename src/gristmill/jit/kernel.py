@@ -1,8 +1,10 @@
 """A kernel on a device, and its launch.
 
-Every kernel of gristmill takes exactly one parameter, a struct by value, so that a launch is one
-`struct.pack` and one driver call. What does not change between calls (grid, block, shared memory,
-attributes) is settled in `Kernel.prepare`; what is left to a launch is a stream and the values.
+Every CUDA kernel of gristmill takes exactly one parameter, a struct by value, so that a launch is
+one `struct.pack` and one driver call. Triton's take several, which are packed the same way and
+handed over by their places (`Kernel.prepare_separate`). What does not change between calls (grid,
+block, shared memory, attributes) is settled in `prepare`; what is left to a launch is a stream and
+the values.
 """
 
 from __future__ import annotations
@@ -11,13 +13,14 @@ import ctypes
 import functools
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from gristmill.errors import ArgumentError
+from gristmill.errors import ArgumentError, CompileError
 from gristmill.jit import counters
 from gristmill.jit.cache import load_or_compile
+from gristmill.jit.compilers import Compilable
 from gristmill.jit.driver import (
     adopt_device,
     architecture,
@@ -28,7 +31,6 @@ from gristmill.jit.driver import (
     launch_function,
 )
 from gristmill.jit.once import Once
-from gristmill.jit.program import Program
 
 # Called with a stream handle and the values of the parameter struct. A function and not an object
 # with __call__, which would cost 0.12 us more at each call; immutable, for any thread.
@@ -41,11 +43,11 @@ _CLUSTER_PORTABLE = 8
 
 _INVALID_CONTEXT = 201
 
-_kernels: Once[tuple[Program, str, int], Kernel] = Once()
+_kernels: Once[tuple[Compilable, str, int], Kernel] = Once()
 _modules: Once[tuple[str, int], Any] = Once()
 
 
-def kernel(program: Program, name: str, device_index: int) -> Kernel:
+def kernel(program: Compilable, name: str, device_index: int) -> Kernel:
     """The kernel `name` of `program` on a CUDA device, compiled and loaded at the first call."""
     return _kernels.get(
         (program, name, device_index), functools.partial(_load, program, name, device_index)
@@ -97,10 +99,16 @@ class _Shape:
 
 
 class Kernel:
-    """One `__global__` function on one device, with what it uses. Made by `kernel()`."""
+    """One `__global__` function on one device, with what it uses. Made by `kernel()`.
 
-    def __init__(self, name: str, function: Any, device_index: int) -> None:
+    `facts` are those of its `Binary`.
+    """
+
+    def __init__(
+        self, name: str, function: Any, device_index: int, facts: Mapping[str, int] | None = None
+    ) -> None:
         self.name = name
+        self.facts: Mapping[str, int] = facts or {}
         self.device_index = device_index
         self._function = function
         self._lock = threading.Lock()
@@ -153,15 +161,88 @@ class Kernel:
         shape = _Shape(grid, block, shared, cluster, cooperative, dependent)
         return self._launcher(shape, self._padded(params))
 
+    def prepare_separate(
+        self, *, grid: int, params: struct.Struct, dependent: bool = False
+    ) -> Launch:
+        """As `prepare`, for a kernel of several parameters whose block the compiler has settled.
+
+        `params` packs them all, each at the offset that C would give it in a struct.
+        """
+        shared = self.facts["shared"]
+        self._allow(shared, cluster=1)
+        shape = _Shape(
+            grid, self.facts["threads"], shared, 1, cooperative=False, dependent=dependent
+        )
+        return self._separate_launcher(shape, params, self._offsets(params))
+
+    def _separate_launcher(
+        self, shape: _Shape, params: struct.Struct, offsets: tuple[int, ...]
+    ) -> Launch:
+        call = launch_function()
+        function = ctypes.c_void_p(int(self._function))
+        pack_into = params.pack_into
+        configs, add = _per_stream(shape)
+        # Buffers that no launch is using: taken and given back in one step each, so a thread, or a
+        # finalizer that launches in the middle of a launch, never writes into another's.
+        free: list[tuple[Any, Any]] = []
+
+        def launch(stream: int, *values: Any) -> None:
+            try:
+                config = configs[stream]
+            except KeyError:
+                config = add(stream)
+            try:
+                buffer, places = free.pop()
+            except IndexError:
+                buffer, places = make()
+            pack_into(buffer, 0, *values)
+            code = call(config, function, places, None)
+            if code == _INVALID_CONTEXT and adopt_device(self.device_index):
+                code = call(config, function, places, None)
+            free.append((buffer, places))
+            if code:
+                raise driver_error(code, f"launching {self.name} as {shape}")
+
+        def make() -> tuple[Any, Any]:
+            buffer = ctypes.create_string_buffer(params.size)
+            start = ctypes.addressof(buffer)
+            places = (ctypes.c_void_p * len(offsets))(*(start + offset for offset in offsets))
+            return buffer, places
+
+        return launch
+
+    def _offsets(self, params: struct.Struct) -> tuple[int, ...]:
+        """Where the driver wants each parameter, checked against what `params` packs."""
+        forms = params.format
+        packed = [
+            (struct.calcsize(f"{forms[:at]}0{form}"), struct.calcsize(form))
+            for at, form in enumerate(forms)
+        ]
+        wanted = self._parameters()
+        if packed != wanted:
+            # A compiler of another convention: the caller can do without its kernel.
+            raise CompileError(
+                f"{self.name}: the launch packs parameters at (offset, size) {packed}, "
+                f"but the kernel takes them at {wanted}"
+            )
+        return tuple(offset for offset, _ in packed)
+
+    def _parameters(self) -> list[tuple[int, int]]:
+        """Offset and size of each parameter, as the driver tells."""
+        found: list[tuple[int, int]] = []
+        with current_device(self.device_index):
+            while True:
+                status, offset, size = bindings().cuFuncGetParamInfo(self._function, len(found))
+                if int(status) != 0:  # there are no more
+                    return found
+                found.append((int(offset), int(size)))
+
     def _launcher(self, shape: _Shape, params: struct.Struct) -> Launch:
         call = launch_function()
         function = ctypes.c_void_p(int(self._function))
         pack = params.pack
         byref, pointer = ctypes.byref, ctypes.c_char_p
-        # One per stream, made at its first launch. A handle is an address that the driver uses
-        # again, so there are never more than there were streams at one time.
-        configs: dict[int, ctypes.c_void_p] = {}
-        owners: list[Any] = []
+        configs, add = _per_stream(shape)
 
         def launch(stream: int, *values: Any) -> None:
             try:
@@ -173,11 +254,6 @@ class Kernel:
             code = call(config, function, byref(pointer(pack(*values))), None)
             if code:
                 recover(code, config, values)
-
-        def add(stream: int) -> ctypes.c_void_p:
-            config = shape.config(stream)
-            owners.append(config)
-            return configs.setdefault(stream, ctypes.c_void_p(config.getPtr()))
 
         def recover(code: int, config: ctypes.c_void_p, values: tuple[Any, ...]) -> None:
             if code == _INVALID_CONTEXT and adopt_device(self.device_index):
@@ -231,7 +307,26 @@ class Kernel:
         return struct.Struct(f"{params.format}{padding}x") if padding else params
 
 
-def _load(program: Program, name: str, device_index: int) -> Kernel:
+def _per_stream(
+    shape: _Shape,
+) -> tuple[dict[int, ctypes.c_void_p], Callable[[int], ctypes.c_void_p]]:
+    """Launch configurations by stream, and what adds one at a stream's first launch.
+
+    A handle is an address that the driver uses again, so there are never more than there were
+    streams at one time.
+    """
+    configs: dict[int, ctypes.c_void_p] = {}
+    owners: list[Any] = []
+
+    def add(stream: int) -> ctypes.c_void_p:
+        config = shape.config(stream)
+        owners.append(config)
+        return configs.setdefault(stream, ctypes.c_void_p(config.getPtr()))
+
+    return configs, add
+
+
+def _load(program: Compilable, name: str, device_index: int) -> Kernel:
     if name not in program.names:
         raise ArgumentError(
             f"{program.source}: {name!r} is not among the kernels of this program: "
@@ -252,4 +347,4 @@ def _load(program: Program, name: str, device_index: int) -> Kernel:
             driver.cuModuleGetFunction(module, binary.lowered[name].encode()),
             f"{program.source}: looking for {name}",
         )
-        return Kernel(name, function, device_index)
+        return Kernel(name, function, device_index, binary.facts)

@@ -11,33 +11,17 @@ import functools
 import importlib.metadata
 import importlib.util
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gristmill.errors import CompileError, CompilerUnavailable
+from gristmill.jit.binary import Binary
 from gristmill.jit.program import Program
 
 _INSTALL = 'install it with: pip install "gristmill[nvrtc]"'
 
 # "norm.cu(12): error: ..." and, in some messages, "norm.cu(12): catastrophic error: ..."
 _ERROR_LINE = re.compile(r"^(?P<file>[^\s(][^(\n]*)\((?P<line>\d+)\): .*?error.*$", re.MULTILINE)
-
-
-@dataclass(frozen=True)
-class Binary:
-    """A compiled program: the cubin, and the symbol of each name expression in it.
-
-    `compiler` and `headers` are versions, for the cache: "nvrtc 13.0", and "cuda 13.0" where the
-    program includes headers of the CUDA toolkit ("" otherwise).
-    """
-
-    cubin: bytes
-    lowered: Mapping[str, str]
-    log: str
-    compiler: str
-    headers: str = ""
 
 
 def compile_program(program: Program, arch: str, *, verbose: bool = False) -> Binary:

@@ -59,6 +59,10 @@ class Program:
         """A hash over texts, names and options; where the files lie is not in it."""
         return _digest(self)
 
+    def source_digest(self) -> str:
+        """A hash over the texts alone, whatever is instantiated from them."""
+        return _source_digest(self.root, self.source)
+
     def key(self, arch: str) -> str:
         """The cache key: readable, and a file name."""
         return _key(self, arch)
@@ -86,6 +90,12 @@ def _texts(root: Path | None, source: str) -> Mapping[str, str]:
 
 
 @functools.cache
+def _source_digest(root: Path | None, source: str) -> str:
+    texts = json.dumps(sorted(_texts(root, source).items()))
+    return hashlib.sha256(texts.encode()).hexdigest()
+
+
+@functools.cache
 def _digest(program: Program) -> str:
     parts = {
         "source": program.source,
@@ -98,7 +108,12 @@ def _digest(program: Program) -> str:
 
 @functools.cache
 def _key(program: Program, arch: str) -> str:
-    both = hashlib.sha256(f"{program.digest()} {arch}".encode()).hexdigest()
-    stem = re.sub(r"[^A-Za-z0-9_]", "_", PurePosixPath(program.source).stem)
+    return key_of(PurePosixPath(program.source).stem, program.digest(), arch)
+
+
+def key_of(stem: str, digest: str, arch: str) -> str:
+    """The cache key of what `digest` stands for, readable by its `stem`."""
+    both = hashlib.sha256(f"{digest} {arch}".encode()).hexdigest()
+    readable = re.sub(r"[^A-Za-z0-9_]", "_", stem)
     # 128 bits of it: nobody attacks the cache through its keys, its folder is the user's own.
-    return f"{stem}-{arch}-{both[:32]}"
+    return f"{readable}-{arch}-{both[:32]}"

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gristmill.errors import ArgumentError
-from gristmill.jit.nvrtc import Binary
+from gristmill.jit.binary import Binary
 
 # A record of .nv.info is a format byte, an attribute byte and a 16-bit number: the value itself, or
 # (format 4) the size of the payload that follows.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from gristmill.errors import DriverError
-from gristmill.jit import Kernel, Launch, Program, kernel
+from gristmill.jit import Compilable, Kernel, Launch, Program, TritonProgram, kernel
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class KernelCall:
     dependent: bool = False
 
 
-def load(program: Program, name: str, device_index: int) -> Kernel:
+def load(program: Compilable, name: str, device_index: int) -> Kernel:
     """The kernel on a device, compiled at first use."""
     return kernel(program, name, device_index)
 
@@ -46,13 +46,35 @@ def prepare(call: KernelCall, device_index: int) -> Launch:
     )
 
 
+def prepare_triton(
+    program: TritonProgram, device_index: int, *, grid: int, dependent: bool
+) -> Launch:
+    """`launch(stream, *values, scratch, 0)` of a Triton kernel; see `scratch_bytes`.
+
+    The last value is where a profiler's memory would be.
+    """
+    found = load(program, program.function, device_index)
+    return found.prepare_separate(grid=grid, params=program.parameters(), dependent=dependent)
+
+
+def scratch_bytes(program: TritonProgram, device_index: int) -> int:
+    """Global memory that each block of a Triton kernel wants for itself; 0 if none."""
+    return load(program, program.function, device_index).facts["scratch_bytes"]
+
+
+def resident_programs(program: TritonProgram, device_index: int) -> int:
+    """How many blocks of a Triton kernel one SM runs at once."""
+    facts = load(program, program.function, device_index).facts
+    return resident_blocks(program, device_index, facts["threads"], facts["shared"])
+
+
 def current_stream(device_index: int) -> int:
     """The handle of torch's current stream on a device."""
     handle: int = torch._C._cuda_getCurrentRawStream(device_index)
     return handle
 
 
-def resident_blocks(program: Program, device_index: int, threads: int, shared: int) -> int:
+def resident_blocks(program: Compilable, device_index: int, threads: int, shared: int) -> int:
     """How many blocks of the program's first kernel one SM runs at once."""
     first = load(program, program.names[0], device_index)
     return _some(first.occupancy(threads, shared), first, f"{threads} threads, {shared} bytes")
@@ -79,6 +101,11 @@ def dense(output: torch.Tensor) -> torch.Tensor:
     if output.is_contiguous():
         return output
     return torch.empty(output.shape, dtype=output.dtype, device=output.device)
+
+
+def empty(count: int, dtype: torch.dtype, device_index: int) -> torch.Tensor:
+    """A workspace from torch's allocator: stream-ordered, capturable."""
+    return torch.empty(count, dtype=dtype, device=torch.device("cuda", device_index))
 
 
 def zeros(count: int, device: torch.device) -> torch.Tensor:

@@ -7,14 +7,14 @@ adds no wiring.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.autograd.function import _SingleLevelFunction
 
-from gristmill.errors import DoubleBackwardError
+from gristmill.errors import ArgumentError, DoubleBackwardError, VariantUnavailable
 from gristmill.ops.direct import (
     PLAIN,
     is_direct,
@@ -92,6 +92,8 @@ class Op:
     gradient: Gradient | None = None
     autocast: Callable[..., Arguments] | None = None
     autocast_keys: tuple[str, ...] = ("AutocastCUDA",)
+    # Arguments that hold indices: what they index, as (argument, dim). Random values stay below it.
+    indices: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     # The public function and how its arguments become the op's, where the two are not the same.
     function: Callable[..., Any] | None = None
     adapt: Callable[..., Arguments] | None = None
@@ -121,6 +123,23 @@ class Op:
         if deterministic or invariant:
             problem = replace(problem, deterministic=deterministic, batch_invariant=invariant)
         return problem
+
+    def example_with(
+        self,
+        options: Mapping[str, Any],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> Arguments:
+        """`example` with other values for the arguments named in `options`."""
+        names = [argument.name for argument in self.overload._schema.arguments]
+        for name in options:
+            if name not in names:
+                raise ArgumentError(
+                    f"{self.name} has no argument {name!r}; there are: {', '.join(names)}"
+                )
+        example = self.example(shape, dtype, device)
+        return tuple(options.get(name, it) for name, it in zip(names, example, strict=True))
 
     def bind_arguments(self, *args: Any, **kwargs: Any) -> Arguments:
         """A user's call as the op's positional arguments, checked."""
@@ -179,6 +198,11 @@ class Op:
 
     def _transformed(self, args: Arguments) -> Any:
         """The reference, which transforms can look into, under autocast as the op would run."""
+        if is_batch_invariant():
+            raise VariantUnavailable(
+                f"{self.name}: under a torch.func transform all rows are computed at once by plain "
+                f"PyTorch, which is not batch-invariant as asked for; call it outside of one"
+            )
         device = args[0].device.type
         if not torch.is_autocast_enabled(device):
             return self.reference(*args)

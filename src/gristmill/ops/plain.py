@@ -12,20 +12,42 @@ from gristmill.select.variant import Variant
 
 
 class Reference(Variant):
-    """The formula in plain PyTorch, wherever PyTorch runs."""
+    """The formula in plain PyTorch, wherever PyTorch runs.
+
+    `by_row`: the same with every row computed alone (by_row.py), for where rows must not depend on
+    the batch.
+    """
 
     name = "reference"
     summary = "the formula in plain PyTorch"
 
-    def __init__(self, function: Callable[..., Any], outputs: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        outputs: Callable[..., Any],
+        by_row: Callable[..., Any] | None = None,
+    ) -> None:
         self._function = function
         self._outputs = outputs
+        self._by_row = by_row
 
     def supports(self, problem: Problem) -> str | None:
         return None
 
+    def declines(self, problem: Problem) -> str | None:
+        """Every kernel is better then, even one that torch's own op would be preferred to."""
+        return "computes one row at a time" if problem.batch_invariant else None
+
+    def varies_with_batch(self, problem: Problem) -> str | None:
+        if self._by_row is None:
+            return "torch computes all rows at once"
+        if problem.device.kind == "cuda" and problem.rows >= 2**31:
+            return f"for fewer than {2**31} rows there are kernels, which make other bits"
+        return None
+
     def bind(self, problem: Problem, config: None) -> Callable[..., Any]:
-        return laid_out(self._function, self._outputs)
+        alone = self._by_row if problem.batch_invariant else None
+        return laid_out(alone or self._function, self._outputs)
 
 
 def laid_out(function: Callable[..., Any], outputs: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from gristmill.ops.cross_entropy import (
 )
 from gristmill.ops.layer_norm import ADD_LAYER_NORM, LAYER_NORM, LAYER_NORM_BACKWARD
 from gristmill.ops.layer_norm.fp8 import ADD_LAYER_NORM_FP8, LAYER_NORM_FP8
+from gristmill.ops.linear import LINEAR, LINEAR_WITH_PRE, MATMUL
 from gristmill.ops.linear_cross_entropy import (
     LINEAR_CROSS_ENTROPY,
     LINEAR_CROSS_ENTROPY_BACKWARD,
@@ -54,6 +55,9 @@ OPS: dict[str, Op] = {
         SCALE_GRADIENT_,
         LINEAR_CROSS_ENTROPY,
         LINEAR_CROSS_ENTROPY_BACKWARD,
+        LINEAR,
+        LINEAR_WITH_PRE,
+        MATMUL,
         NVFP4_LINEAR,
         NVFP4_LINEAR_BACKWARD,
         NVFP4_MOE,

@@ -18,7 +18,7 @@ from gristmill.ops.cross_entropy.problem import Details
 from gristmill.ops.plain import laid_out
 from gristmill.ops.rows.candidates import STREAM
 from gristmill.ops.rows.config import RowConfig, few_rows
-from gristmill.ops.rows.problem import RowDetails
+from gristmill.ops.rows.problem import RowDetails, packed
 from gristmill.ops.rows.variant import BOUNDS, RowVariant, team_bytes
 from gristmill.select.problem import Problem
 from gristmill.settings import settings
@@ -68,8 +68,7 @@ def class_weights(weight: torch.Tensor | None) -> torch.Tensor | None:
     """As the kernels read them: fp32, side by side, aligned. They are few beside the logits."""
     if weight is None:
         return None
-    weight = weight.to(torch.float32).contiguous()
-    return weight.clone() if weight.data_ptr() % 16 else weight
+    return packed(weight.to(torch.float32))
 
 
 class StreamVariant(RowVariant):
@@ -274,7 +273,7 @@ def _plan_forward(
         lse = torch.empty(target.shape, dtype=torch.float32, device=device)
         mean = reduction == "mean"
         denominators = torch.empty(2 if mean else 0, dtype=torch.float32, device=device)
-        rows = logits.contiguous() if copied else logits
+        rows = packed(logits) if copied else logits
         target, weight = target.contiguous(), class_weights(weight)
         labels = labels_of(target, weight, ignore_index, 0, logits.shape[-1], debug)
         # Under "mean" z-loss has a denominator of its own, if targets are weighted.
@@ -312,7 +311,7 @@ def _plan_shard(run: Callable[..., None], copied: bool) -> Callable[..., torch.T
     ) -> torch.Tensor:
         shape = (*target.shape, 4 if sums else 3)
         out = torch.empty(shape, dtype=torch.float32, device=logits.device)
-        rows = logits.contiguous() if copied else logits
+        rows = packed(logits) if copied else logits
         target = target.contiguous()
         labels = labels_of(target, None, ignore_index, first_class, classes, debug)
         run(rows, labels, options_of(0.0, 0.0, softcap, None), 0, 0, out.data_ptr(), True)

@@ -21,7 +21,7 @@ from gristmill.ops.cross_entropy.cuda import (
 )
 from gristmill.ops.cross_entropy.problem import Details
 from gristmill.ops.rows.config import RowConfig
-from gristmill.ops.rows.problem import RowDetails
+from gristmill.ops.rows.problem import RowDetails, packed
 from gristmill.select.problem import Problem
 from gristmill.settings import settings
 
@@ -104,7 +104,7 @@ class BackwardVariant(StreamVariant):
             )
             if details.copied:
                 dense = launch.dense(gradient)
-                run(logits.contiguous(), dense, labels, options, numbers, per_row)
+                run(packed(logits), dense, labels, options, numbers, per_row)
                 return gradient if dense is gradient else gradient.copy_(dense)
             run(logits, gradient, labels, options, numbers, per_row)
             return gradient
@@ -216,7 +216,7 @@ class ScaleVariant(StreamVariant):
 
         def plan(gradient: torch.Tensor, factor: torch.Tensor) -> None:
             if details.copied:
-                dense = gradient.contiguous()
+                dense = packed(gradient)
                 scale(dense, factor)
                 if dense is not gradient:
                     gradient.copy_(dense)

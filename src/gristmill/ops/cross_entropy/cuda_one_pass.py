@@ -24,6 +24,7 @@ from gristmill.ops.cross_entropy.problem import Details
 from gristmill.ops.plain import laid_out
 from gristmill.ops.rows.candidates import REGISTERS, REREAD, SHARED
 from gristmill.ops.rows.config import TWICE, RowConfig
+from gristmill.ops.rows.problem import packed
 from gristmill.select.problem import Problem
 from gristmill.settings import settings
 
@@ -191,7 +192,7 @@ def _plan(losses: Callable[..., Any], copied: bool) -> Callable[..., Any]:
         gradient = torch.empty_like(logits)
         if copied:
             dense = launch.dense(gradient)
-            loss, lse = losses(logits.contiguous(), dense, target, *options)
+            loss, lse = losses(packed(logits), dense, target, *options)
             return loss, lse, gradient if dense is gradient else gradient.copy_(dense)
         loss, lse = losses(logits, gradient, target, *options)
         return loss, lse, gradient
@@ -204,7 +205,7 @@ def _plan_in_place(losses: Callable[..., Any], copied: bool) -> Callable[..., An
         logits: torch.Tensor, target: torch.Tensor, *options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if copied:
-            dense = logits.contiguous()
+            dense = packed(logits)
             loss, lse = losses(dense, dense, target, *options)
             logits.copy_(dense)
             return loss, lse

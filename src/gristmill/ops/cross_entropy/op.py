@@ -8,7 +8,7 @@ import torch
 
 from gristmill.errors import ArgumentError, NoGradientError
 from gristmill.ops import checks, inline
-from gristmill.ops.cross_entropy import cases, one_pass, problem, reference, semantics
+from gristmill.ops.cross_entropy import by_row, cases, one_pass, problem, reference, semantics
 from gristmill.ops.cross_entropy.cuda import FORWARD_VARIANTS
 from gristmill.ops.cross_entropy.cuda_backward import BACKWARD_VARIANTS, SCALE_VARIANTS
 from gristmill.ops.cross_entropy.cuda_one_pass import ONE_PASS_VARIANTS
@@ -211,9 +211,10 @@ CROSS_ENTROPY = Op(
     example=cases.forward_example,
     variants=(
         *FORWARD_VARIANTS,
-        Reference(reference.cross_entropy, semantics.outputs_forward),
+        Reference(reference.cross_entropy, semantics.outputs_forward, by_row.cross_entropy),
     ),
     defaults=_DEFAULTS,
+    indices={"target": ("logits", -1)},
     gradient=Gradient(_save_forward, _backward_forward),
 )
 
@@ -230,9 +231,14 @@ CROSS_ENTROPY_ONE_PASS = Op(
     example=cases.forward_example,
     variants=(
         *ONE_PASS_VARIANTS,
-        Reference(reference.cross_entropy_one_pass, semantics.outputs_one_pass),
+        Reference(
+            reference.cross_entropy_one_pass,
+            semantics.outputs_one_pass,
+            by_row.cross_entropy_one_pass,
+        ),
     ),
     defaults=_DEFAULTS,
+    indices={"target": ("logits", -1)},
     gradient=Gradient(_save_one_pass, _backward_one_pass),
 )
 
@@ -249,9 +255,14 @@ CROSS_ENTROPY_ONE_PASS_ = Op(
     example=cases.forward_example,
     variants=(
         *ONE_PASS_VARIANTS,
-        Reference(reference.cross_entropy_one_pass_, semantics.outputs_one_pass_),
+        Reference(
+            reference.cross_entropy_one_pass_,
+            semantics.outputs_one_pass_,
+            by_row.cross_entropy_one_pass_,
+        ),
     ),
     defaults=_DEFAULTS,
+    indices={"target": ("logits", -1)},
 )
 
 SCALE_GRADIENT_ = Op(
@@ -265,7 +276,13 @@ SCALE_GRADIENT_ = Op(
     cost=cases.scale_cost,
     cases=cases.scale_cases,
     example=cases.scale_example,
-    variants=(*SCALE_VARIANTS, Reference(reference.scale_gradient_, semantics.outputs_scale)),
+    variants=(
+        *SCALE_VARIANTS,
+        # One product for each element: nothing of it depends on a batch.
+        Reference(
+            reference.scale_gradient_, semantics.outputs_scale, by_row=reference.scale_gradient_
+        ),
+    ),
     defaults=(),
 )
 
@@ -286,9 +303,14 @@ CROSS_ENTROPY_BACKWARD = Op(
     example=cases.backward_example,
     variants=(
         *BACKWARD_VARIANTS,
-        Reference(reference.cross_entropy_backward, semantics.outputs_backward),
+        Reference(
+            reference.cross_entropy_backward,
+            semantics.outputs_backward,
+            by_row.cross_entropy_backward,
+        ),
     ),
     defaults=(),
+    indices={"target": ("logits", -1)},
     gradient=no_second_gradient("cross_entropy_backward", _INSTEAD),
 )
 
@@ -308,9 +330,12 @@ CROSS_ENTROPY_SHARD = Op(
     example=cases.shard_example,
     variants=(
         *FORWARD_VARIANTS,
-        Reference(reference.cross_entropy_shard, semantics.outputs_shard),
+        Reference(
+            reference.cross_entropy_shard, semantics.outputs_shard, by_row.cross_entropy_shard
+        ),
     ),
     defaults=(),
+    indices={"target": ("logits", -1)},
     gradient=_no_gradient("cross_entropy_shard", "vocab_parallel_cross_entropy"),
 )
 

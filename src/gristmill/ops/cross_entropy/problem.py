@@ -111,7 +111,8 @@ def shard_problem(
 
 
 def scale_problem(device: Device, gradient: torch.Tensor, factor: torch.Tensor) -> Problem:
-    layout, copied = layout_of((gradient, None), ragged=gradient.shape[-1] >= SHORTEST_RAGGED)
+    ragged = gradient.shape[-1] >= SHORTEST_RAGGED
+    layout, copied = layout_of((gradient, None), ragged=ragged, by_element=True)
     return Problem(
         op="scale_gradient_",
         rows=layout.rows,

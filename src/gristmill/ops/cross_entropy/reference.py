@@ -152,12 +152,18 @@ def cross_entropy_one_pass(
     logits: torch.Tensor, target: torch.Tensor, *options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     loss, lse, denominators = cross_entropy(logits, target, *options)
+    return loss, lse, one_pass_gradient(denominators, logits, target, *options)
+
+
+def one_pass_gradient(
+    denominators: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, *options: Any
+) -> torch.Tensor:
+    """For a unit gradient of the loss, without knowing lse beforehand."""
     v = _capped(logits, options[4])
     shifted, log_sum, own = _shifted(v)
     p = (shifted - log_sum.unsqueeze(-1)).exp()
-    gradients = (torch.ones_like(loss), None, own, denominators)
-    gradient = _gradient(p, v, target, gradients, options[:-1], 0, 0)
-    return loss, lse, gradient.to(logits.dtype)
+    gradients = (own.new_ones(()), None, own, denominators)
+    return _gradient(p, v, target, gradients, options[:-1], 0, 0).to(logits.dtype)
 
 
 def cross_entropy_one_pass_(

@@ -17,7 +17,7 @@ from gristmill.ops.layer_norm.cuda import ForwardVariant
 from gristmill.ops.norm_fp8 import semantics as fp8
 from gristmill.ops.norm_fp8.cases import fp8_cases, fp8_cost
 from gristmill.ops.norm_fp8.cuda import plan_fp8, scaling_of
-from gristmill.ops.norm_fp8.reference import quantised
+from gristmill.ops.norm_fp8.reference import quantised, quantised_by_row
 from gristmill.ops.norms.problem import forward_problem
 from gristmill.ops.norms.semantics import accumulator, check_row_tensor, check_x, sum_dtype
 from gristmill.ops.op import Arguments, Case, Cost, Op
@@ -260,7 +260,10 @@ LAYER_NORM_FP8 = Op(
     cost=_cost,
     cases=_cases,
     example=_example,
-    variants=(*_VARIANTS, Reference(layer_norm_fp8, outputs)),
+    variants=(
+        *_VARIANTS,
+        Reference(layer_norm_fp8, outputs, quantised_by_row(layer_norm_fp8, rows=(0,), scale=3)),
+    ),
     defaults=_DEFAULTS,
     gradient=fp8.no_gradient("layer_norm_fp8"),
     adapt=arguments,
@@ -277,7 +280,14 @@ ADD_LAYER_NORM_FP8 = Op(
     cost=_cost_add,
     cases=_cases_add,
     example=_example_add,
-    variants=(*_VARIANTS, Reference(add_layer_norm_fp8, outputs_add)),
+    variants=(
+        *_VARIANTS,
+        Reference(
+            add_layer_norm_fp8,
+            outputs_add,
+            quantised_by_row(add_layer_norm_fp8, rows=(0, 1), scale=4),
+        ),
+    ),
     defaults=_DEFAULTS,
     gradient=fp8.no_gradient("add_layer_norm_fp8"),
     adapt=add_arguments,

@@ -7,6 +7,7 @@ from typing import Any, overload
 import torch
 
 from gristmill.ops import inline
+from gristmill.ops.by_row import by_row
 from gristmill.ops.layer_norm import cases, problem, reference, semantics
 from gristmill.ops.layer_norm.cuda import BACKWARD_VARIANTS, FORWARD_VARIANTS
 from gristmill.ops.layer_norm.fp8 import ADD_LAYER_NORM_FP8, LAYER_NORM_FP8
@@ -276,7 +277,9 @@ LAYER_NORM = Op(
     variants=(
         *FORWARD_VARIANTS,
         Library(),
-        Reference(reference.layer_norm, semantics.outputs_forward),
+        Reference(
+            reference.layer_norm, semantics.outputs_forward, by_row(reference.layer_norm, rows=(0,))
+        ),
     ),
     defaults=(None, None, 1e-5, 0.0, None),
     gradient=Gradient(_save_forward, _backward_forward),
@@ -297,7 +300,11 @@ ADD_LAYER_NORM = Op(
     variants=(
         *FORWARD_VARIANTS,
         Library(),
-        Reference(reference.add_layer_norm, semantics.outputs_add),
+        Reference(
+            reference.add_layer_norm,
+            semantics.outputs_add,
+            by_row(reference.add_layer_norm, rows=(0, 1), results=("row", "row")),
+        ),
     ),
     defaults=(None, None, 1e-5, 0.0, None),
     gradient=Gradient(_save_add, _backward_add),
@@ -321,7 +328,13 @@ LAYER_NORM_BACKWARD = Op(
     variants=(
         *BACKWARD_VARIANTS,
         LibraryBackward(),
-        Reference(reference.layer_norm_backward, semantics.outputs_backward),
+        Reference(
+            reference.layer_norm_backward,
+            semantics.outputs_backward,
+            by_row(
+                reference.layer_norm_backward, rows=(1, 0, 3), results=("row", "whole", "whole")
+            ),
+        ),
     ),
     defaults=(),
     gradient=no_second_gradient("layer_norm_backward", "torch.nn.functional.layer_norm"),

@@ -50,6 +50,8 @@ def tiles_program(product: Product, config: MatmulConfig, device: Device) -> Tri
         "EVEN_N": product.columns % config.block_n == 0,
         "EVEN_K": product.depth % (config.block_k * config.split_k) == 0,
         "SWAP": config.swap,
+        "EARLY": config.early,
+        "LINES": _lines(product, config) if is_dependent(device) else 0,
         "WIDE": wide,
         "ACTIVATION": product.activation if whole else "none",
         "DEPENDENT": is_dependent(device),
@@ -150,6 +152,15 @@ def _program(
         warps=config.warps,
         stages=config.stages,
     )
+
+
+def _lines(product: Product, config: MatmulConfig) -> int:
+    """Cache lines of a column of B that its first loads will want, as a power of two."""
+    if not config.early or product.b_strides[1] != 1:
+        return 0
+    elements = (config.stages - 1) * config.block_k
+    lines = math.ceil(elements * product.dtype.itemsize / 128)
+    return 1 << (lines - 1).bit_length()
 
 
 def tiles_numbers(product: Product) -> tuple[int, ...]:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from gristmill.jit import TritonProgram
 from gristmill.ops import launch
-from gristmill.ops.linear.configs import MatmulConfig, candidates, estimate
+from gristmill.ops.linear.configs import (
+    CANDIDATES,
+    Candidate,
+    MatmulConfig,
+    candidates,
+    library_estimate,
+)
 from gristmill.ops.linear.problem import Product
 from gristmill.ops.linear.programs import (
     ADD_BLOCK,
@@ -28,8 +35,7 @@ from gristmill.ops.linear.programs import (
 from gristmill.select.problem import Problem
 from gristmill.select.variant import Variant
 
-# Above so many rows a product is bound by the tensor cores, where cuBLAS is hard to beat.
-_FEW_ROWS = 64
+_BOTH_WAYS = 6
 
 Plan = Callable[..., Any]
 
@@ -71,29 +77,37 @@ class TritonMatmul(Variant):
             return "a matrix without a contiguous dim is read element by element"
         if product.dtype == torch.float32:
             return "full fp32 products use no tensor cores here; cuBLAS has better ones"
-        if problem.rows > _FEW_ROWS:
-            return (
-                f"with more than {_FEW_ROWS} rows cuBLAS is as fast unless a table says otherwise"
-            )
-        return self._better_kind(problem)
-
-    def _better_kind(self, problem: Problem) -> str | None:
+        mine = self.estimated_us(problem)
+        library = library_estimate(product, problem.rows)
+        if library < mine:
+            return f"cuBLAS should take {library:.1f} us, this {mine:.1f}"
+        for other in TRITON:
+            if other is not self and other.supports(problem) is None:
+                theirs = other.estimated_us(problem)
+                if theirs < mine:
+                    return f"{other.name} should take {theirs:.1f} us, this {mine:.1f}"
         return None
 
     def config(self, problem: Problem) -> MatmulConfig:
-        return self._candidates(problem, 1)[0]
+        return self._candidates(problem)[0].config
 
     def configs(self, problem: Problem) -> Sequence[MatmulConfig]:
-        return self._candidates(problem)
-
-    def _candidates(self, problem: Problem, count: int | None = None) -> tuple[MatmulConfig, ...]:
-        found = candidates(self.kind, problem.layout, problem.rows, problem.device)
-        return found[:count]
+        found = [candidate.config for candidate in self._candidates(problem)]
+        if self.kind == "persistent" or not is_dependent(problem.device):
+            return found
+        # What it brings to overlap with other kernels depends on these, too: both ways are tried.
+        other = [replace(config, early=not config.early) for config in found[:_BOTH_WAYS]]
+        return found[: CANDIDATES - _BOTH_WAYS] + other
 
     def estimated_us(self, problem: Problem) -> float:
         """What the model of `configs.py` says of the config that would run."""
-        config = self.config(problem)
-        return estimate(self.kind, problem.layout, problem.rows, config, problem.device)
+        return self._candidates(problem)[0].us
+
+    def _candidates(self, problem: Problem) -> tuple[Candidate, ...]:
+        product: Product = problem.layout
+        if problem.batch_invariant and product.batch > 1:
+            product = replace(product, batch=1)
+        return candidates(self.kind, product, problem.rows, problem.device)
 
     def varies_with_batch(self, problem: Problem) -> str | None:
         return None
@@ -105,11 +119,6 @@ class TritonTiles(TritonMatmul):
     name = "triton_tiles"
     summary = "one program per tile, with bias and activation in its epilogue"
     kind = "tiles"
-
-    def _better_kind(self, problem: Problem) -> str | None:
-        if SPLIT_K.estimated_us(problem) < self.estimated_us(problem):
-            return "too few tiles to keep all SMs busy; several programs can share each"
-        return None
 
     def programs(self, problem: Problem, config: MatmulConfig) -> tuple[TritonProgram, ...]:
         return (tiles_program(problem.layout, config, problem.device),)
@@ -141,11 +150,6 @@ class TritonSplitK(TritonMatmul):
     name = "triton_split_k"
     summary = "several programs per tile, each with a share of K, added in order"
     kind = "split_k"
-
-    def _better_kind(self, problem: Problem) -> str | None:
-        if TILES.estimated_us(problem) <= self.estimated_us(problem):
-            return "there are tiles enough to keep all SMs busy"
-        return None
 
     def programs(self, problem: Problem, config: MatmulConfig) -> tuple[TritonProgram, ...]:
         product: Product = problem.layout
@@ -210,11 +214,6 @@ class TritonPersistent(TritonMatmul):
         if not all(0 < step <= INT32 for step in tma_steps(product)):
             return "rows that are all one and the same, or too far apart"
         return None
-
-    def declines(self, problem: Problem) -> str | None:
-        if problem.rows <= _FEW_ROWS:
-            return f"up to {_FEW_ROWS} rows there is one tile or less for each SM"
-        return super().declines(problem)
 
     def programs(self, problem: Problem, config: MatmulConfig) -> tuple[TritonProgram, ...]:
         return (persistent_program(problem.layout, config, problem.device),)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from gristmill.errors import ArgumentError
-from gristmill.ops.linear_cross_entropy import cases, problem, reference, semantics
+from gristmill.ops.linear_cross_entropy import by_row, cases, problem, reference, semantics
 from gristmill.ops.linear_cross_entropy.chunked import Chunked, ChunkedBackward
 from gristmill.ops.linear_cross_entropy.library import Library
 from gristmill.ops.nvfp4_common import AUTOCAST_KEYS, as_it_is, lowered
@@ -139,9 +139,12 @@ LINEAR_CROSS_ENTROPY = Op(
     variants=(
         Chunked(),
         Library(),
-        Reference(reference.linear_cross_entropy, semantics.outputs_forward),
+        Reference(
+            reference.linear_cross_entropy, semantics.outputs_forward, by_row.linear_cross_entropy
+        ),
     ),
     defaults=_DEFAULTS,
+    indices={"target": ("weight", 0)},
     gradient=Gradient(_save, _backward),
     autocast=_autocast,
     autocast_keys=AUTOCAST_KEYS,
@@ -166,9 +169,14 @@ LINEAR_CROSS_ENTROPY_BACKWARD = Op(
     variants=(
         ChunkedBackward(),
         Library(),
-        Reference(reference.linear_cross_entropy_backward, semantics.outputs_backward),
+        Reference(
+            reference.linear_cross_entropy_backward,
+            semantics.outputs_backward,
+            by_row.linear_cross_entropy_backward,
+        ),
     ),
     defaults=(),
+    indices={"target": ("weight", 0)},
     gradient=no_second_gradient(
         "linear_cross_entropy_backward",
         "torch.nn.functional.linear and torch.nn.functional.cross_entropy",

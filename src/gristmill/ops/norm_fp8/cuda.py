@@ -8,9 +8,10 @@ import torch
 
 from gristmill.ops import launch
 from gristmill.ops.norm_fp8.semantics import FP8, SMALLEST_SCALE
-from gristmill.ops.norms.cuda import Run, contiguous
+from gristmill.ops.norms.cuda import Run
 from gristmill.ops.norms.problem import Details
 from gristmill.ops.norms.semantics import sum_dtype
+from gristmill.ops.rows.problem import packed
 
 Tensor = torch.Tensor
 # Over x, residual, weight, bias, scale, eps, weight_offset and amax; gives y, the sum, the scales
@@ -34,7 +35,7 @@ def plan_fp8(run: Run, details: Details) -> Plan:
         amax: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         if strided:
-            weight, bias = contiguous(weight), contiguous(bias)
+            weight, bias = packed(weight), packed(bias)
         y = torch.empty_like(x, dtype=FP8)
         total = None
         if residual is not None:
@@ -50,7 +51,7 @@ def plan_fp8(run: Run, details: Details) -> Plan:
             run(x, residual, weight, bias, y, total, *options)
             return y, total, row_scale, largest
         dense, dense_total = launch.dense(y), None if total is None else launch.dense(total)
-        run(x.contiguous(), contiguous(residual), weight, bias, dense, dense_total, *options)
+        run(packed(x), packed(residual), weight, bias, dense, dense_total, *options)
         if dense is not y:
             y.copy_(dense)
         if total is not None and dense_total is not None and dense_total is not total:

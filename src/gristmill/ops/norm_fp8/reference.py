@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
+from gristmill.ops.by_row import Kinds, by_row
 from gristmill.ops.norm_fp8.semantics import FP8, LARGEST, SMALLEST_SCALE
 
 
@@ -23,6 +27,18 @@ def quantised(
     # Beyond the largest number some versions of torch cast to NaN; clamp leaves NaN alone.
     y = (z * factor.to(z.dtype).reciprocal()).clamp(-LARGEST, LARGEST).to(FP8)
     return y, row_scale, _amax(z) if amax else _nothing(z)
+
+
+def quantised_by_row(
+    norm: Callable[..., Any], *, rows: tuple[int, ...], scale: int
+) -> Callable[..., Any]:
+    """A norm into FP8 with every row computed alone; `scale`: the position of that argument."""
+
+    def kinds(*args: Any) -> Kinds:
+        own, amax = args[scale] is None, args[-1]
+        return *("row" for _ in rows), "row" if own else "whole", "max" if amax else "whole"
+
+    return by_row(norm, rows=rows, results=kinds)
 
 
 def _row_amax(z: torch.Tensor) -> torch.Tensor:

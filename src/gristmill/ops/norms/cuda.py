@@ -18,6 +18,7 @@ from gristmill.ops.norms.problem import Details
 from gristmill.ops.norms.semantics import sum_dtype
 from gristmill.ops.rows.candidates import REGISTERS, REREAD, RING, SHARED
 from gristmill.ops.rows.config import TWICE, RowConfig
+from gristmill.ops.rows.problem import packed
 from gristmill.ops.rows.variant import RowVariant
 from gristmill.select.problem import Problem
 
@@ -165,11 +166,11 @@ def plan_norm(run: Run, details: Details) -> Callable[..., torch.Tensor]:
         out_dtype: torch.dtype | None,
     ) -> torch.Tensor:
         if strided:
-            weight, bias = contiguous(weight), contiguous(bias)
+            weight, bias = packed(weight), packed(bias)
         y = torch.empty_like(x) if out_dtype is None else torch.empty_like(x, dtype=out_dtype)
         if copied:
             dense = launch.dense(y)
-            run(x.contiguous(), None, weight, bias, dense, None, eps, weight_offset)
+            run(packed(x), None, weight, bias, dense, None, eps, weight_offset)
             return y if dense is y else y.copy_(dense)
         run(x, None, weight, bias, y, None, eps, weight_offset)
         return y
@@ -191,11 +192,11 @@ def plan_add_norm(run: Run, details: Details) -> Callable[..., Any]:
         out_dtype: torch.dtype | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if strided:
-            weight, bias = contiguous(weight), contiguous(bias)
+            weight, bias = packed(weight), packed(bias)
         y = torch.empty_like(x) if out_dtype is None else torch.empty_like(x, dtype=out_dtype)
         total = torch.empty_like(x, dtype=sum_dtype(x, residual))
         if copied:
-            x, residual = x.contiguous(), residual.contiguous()
+            x, residual = packed(x), packed(residual)
             dense, dense_total = launch.dense(y), launch.dense(total)
             run(x, residual, weight, bias, dense, dense_total, eps, weight_offset)
             return (
@@ -206,7 +207,3 @@ def plan_add_norm(run: Run, details: Details) -> Callable[..., Any]:
         return y, total
 
     return plan
-
-
-def contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.contiguous()

@@ -11,11 +11,10 @@ import torch
 from gristmill.jit import Program
 from gristmill.ops import launch
 from gristmill.ops.norms import configs
-from gristmill.ops.norms.cuda import contiguous
 from gristmill.ops.norms.problem import Details
 from gristmill.ops.rows.candidates import RING
 from gristmill.ops.rows.config import RowConfig
-from gristmill.ops.rows.problem import RowDetails
+from gristmill.ops.rows.problem import RowDetails, packed
 from gristmill.ops.rows.variant import RowVariant
 from gristmill.select.problem import Problem
 
@@ -91,7 +90,7 @@ class NormBackward(RowVariant):
             bias_dtype: torch.dtype | None,
         ) -> Gradients:
             if strided:
-                weight = contiguous(weight)
+                weight = packed(weight)
             dx = torch.empty_like(x)
             dbias = None
             if weight_grad and weight is not None:
@@ -102,7 +101,7 @@ class NormBackward(RowVariant):
                 dbias = torch.empty(x.shape[-1:], dtype=bias_dtype, device=x.device)
             if copied:
                 dense = launch.dense(dx)
-                dy, x, dsum = dy.contiguous(), x.contiguous(), contiguous(dsum)
+                dy, x, dsum = packed(dy), packed(x), packed(dsum)
                 run(dy, x, weight, dsum, dense, dweight, dbias, eps, weight_offset)
                 return dx if dense is dx else dx.copy_(dense), dweight, dbias
             run(dy, x, weight, dsum, dx, dweight, dbias, eps, weight_offset)

@@ -15,7 +15,7 @@ from gristmill.ops.rows.problem import (
     flags_of,
     layout_of,
     like,
-    weight_type,
+    weight_types,
 )
 from gristmill.select.device import Device
 from gristmill.select.problem import Problem
@@ -27,8 +27,7 @@ class Details(RowDetails):
 
     `layout.views` are x, residual, y, sum forward and x, dy, dsum, dx backward. `centered`: the
     mean is taken away (LayerNorm). `offset`: something is added to the weight. `strided`: the
-    elements of weight or bias do not lie side by side. `scaling` and `amax` are for FP8 results, as
-    norm.cu has them.
+    plan copies weight or bias first. `scaling` and `amax` are for FP8 results, as norm.cu has them.
     """
 
     weight: str
@@ -82,12 +81,13 @@ def forward_problem(
     elif casting == "weight" and weight is not None:
         normalised = product = weight.dtype
     flags = {"llama": casting == "llama", "row_scale": scaling == "PER_ROW", "amax": amax}
+    (weight_type, bias_type), strided = weight_types(layout, weight, bias)
     details = Details(
         layout=layout,
         copied=copied,
-        weight=weight_type(weight, layout),
-        bias=weight_type(bias, layout),
-        strided=_strided(weight, bias),
+        weight=weight_type,
+        bias=bias_type,
+        strided=strided,
         offset=weight is not None and weight_offset != 0.0,
         centered=centered,
         held=ELEMENT.get(held, "float"),
@@ -122,6 +122,7 @@ def backward_problem(
 ) -> Problem:
     """`bias_dtype`: that of the bias's gradient, or None where none is wanted."""
     layout, copied = layout_of((x, dy, dsum, like(x, x.dtype)))
+    (weight_type,), strided = weight_types(layout, weight)
     dtypes = dtypes_of(x=x, dy=dy, weight=weight, dsum=dsum)
     if bias_dtype is not None:
         dtypes += (("bias", str(bias_dtype).removeprefix("torch.")),)
@@ -139,17 +140,13 @@ def backward_problem(
         layout=Details(
             layout=layout,
             copied=copied,
-            weight=weight_type(weight, layout),
+            weight=weight_type,
             bias=_fresh(bias_dtype, layout),
-            strided=_strided(weight),
+            strided=strided,
             offset=weight is not None and weight_offset != 0.0,
             centered=centered,
         ),
     )
-
-
-def _strided(*tensors: torch.Tensor | None) -> bool:
-    return any(tensor is not None and not tensor.is_contiguous() for tensor in tensors)
 
 
 def _fresh(dtype: torch.dtype | None, layout: Layout) -> str:

@@ -150,7 +150,10 @@ NVFP4_LINEAR = Op(
     cost=cases.forward_cost,
     cases=cases.forward_cases,
     example=cases.forward_example,
-    variants=(Library(), Reference(reference.nvfp4_linear, semantics.outputs_forward)),
+    variants=(
+        Library(),
+        Reference(reference.nvfp4_linear, semantics.outputs_forward, reference.nvfp4_linear_by_row),
+    ),
     defaults=(None, "rows", None),
     gradient=Gradient(_save, _backward),
     autocast=_autocast,
@@ -173,7 +176,14 @@ NVFP4_LINEAR_BACKWARD = Op(
     cost=cases.backward_cost,
     cases=cases.backward_cases,
     example=cases.backward_example,
-    variants=(Library(), Reference(reference.nvfp4_linear_backward, semantics.outputs_backward)),
+    variants=(
+        Library(),
+        Reference(
+            reference.nvfp4_linear_backward,
+            semantics.outputs_backward,
+            reference.nvfp4_linear_backward_by_row,
+        ),
+    ),
     defaults=(),
     gradient=no_second_gradient(
         "nvfp4_linear_backward", "torch.nn.functional.linear over nvfp4.dequantize"

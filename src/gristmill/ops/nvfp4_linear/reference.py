@@ -5,8 +5,11 @@ The weight is dequantised whole; products and sums are taken in fp32, or fp64 fo
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from gristmill.ops.by_row import by_row
 from gristmill.ops.nvfp4_common import Weight, accumulator
 
 
@@ -19,12 +22,8 @@ def nvfp4_linear(
     layout: str,
     out_dtype: torch.dtype | None,
 ) -> torch.Tensor:
-    precise = accumulator(x.dtype)
-    weight = Weight(codes, scales, row_scale, layout).whole(precise)
-    y = x.to(precise) @ weight.t()
-    if bias is not None:
-        y = y + bias.to(precise)
-    return y.to(out_dtype or x.dtype)
+    weight = Weight(codes, scales, row_scale, layout).whole(accumulator(x.dtype))
+    return _affine(x, weight.t(), bias, out_dtype or x.dtype)
 
 
 def nvfp4_linear_backward(
@@ -35,6 +34,43 @@ def nvfp4_linear_backward(
     layout: str,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    precise = accumulator(dtype)
-    weight = Weight(codes, scales, row_scale, layout).whole(precise)
-    return (dy.to(precise) @ weight).to(dtype)
+    weight = Weight(codes, scales, row_scale, layout).whole(accumulator(dtype))
+    return _affine(dy, weight, None, dtype)
+
+
+def nvfp4_linear_by_row(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    row_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    layout: str,
+    out_dtype: torch.dtype | None,
+) -> Any:
+    """With every row computed alone, for where rows must not depend on the batch."""
+    weight = Weight(codes, scales, row_scale, layout).whole(accumulator(x.dtype))
+    return _affine_by_row(x, weight.t(), bias, out_dtype or x.dtype)
+
+
+def nvfp4_linear_backward_by_row(
+    dy: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    row_scale: torch.Tensor,
+    layout: str,
+    dtype: torch.dtype,
+) -> Any:
+    weight = Weight(codes, scales, row_scale, layout).whole(accumulator(dtype))
+    return _affine_by_row(dy, weight, None, dtype)
+
+
+def _affine(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    y = x.to(weight.dtype) @ weight
+    if bias is not None:
+        y = y + bias.to(weight.dtype)
+    return y.to(dtype)
+
+
+_affine_by_row = by_row(_affine, rows=(0,))

@@ -8,6 +8,7 @@ import torch
 
 from gristmill.errors import ArgumentError
 from gristmill.formats.nvfp4 import NVFP4Tensor, PackedNVFP4
+from gristmill.ops.by_row import by_row
 from gristmill.ops.nvfp4_common import AUTOCAST_KEYS, as_it_is, frozen, lowered, parts_of
 from gristmill.ops.nvfp4_moe import cases, problem, reference, semantics
 from gristmill.ops.nvfp4_moe.library import Library
@@ -182,6 +183,8 @@ def _autocast(hidden_states: torch.Tensor, *others: Any) -> Arguments:
     return lowered(hidden_states), *others
 
 
+_INDICES = {"topk_ids": ("w13_codes", 0), "expert_map": ("w13_codes", 0)}
+
 NVFP4_MOE = Op(
     name="nvfp4_moe",
     schema=(
@@ -197,8 +200,16 @@ NVFP4_MOE = Op(
     cost=cases.forward_cost,
     cases=cases.forward_cases,
     example=cases.forward_example,
-    variants=(Library(), Reference(reference.nvfp4_moe, semantics.outputs_forward)),
+    variants=(
+        Library(),
+        Reference(
+            reference.nvfp4_moe,
+            semantics.outputs_forward,
+            by_row(reference.nvfp4_moe, rows=(0, 1, 2)),
+        ),
+    ),
     defaults=(None, None, "silu", None, None, "rows"),
+    indices=_INDICES,
     gradient=Gradient(_save, _backward),
     autocast=_autocast,
     autocast_keys=AUTOCAST_KEYS,
@@ -221,8 +232,16 @@ NVFP4_MOE_BACKWARD = Op(
     cost=cases.backward_cost,
     cases=cases.backward_cases,
     example=cases.backward_example,
-    variants=(Library(), Reference(reference.nvfp4_moe_backward, semantics.outputs_backward)),
+    variants=(
+        Library(),
+        Reference(
+            reference.nvfp4_moe_backward,
+            semantics.outputs_backward,
+            by_row(reference.nvfp4_moe_backward, rows=(0, 1, 2, 3), results=("row", "row")),
+        ),
+    ),
     defaults=(),
+    indices=_INDICES,
     gradient=no_second_gradient(
         "nvfp4_moe_backward", "torch.nn.functional.linear over nvfp4.dequantize"
     ),

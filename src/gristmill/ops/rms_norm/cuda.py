@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from gristmill.ops.norms.cuda import NormForward, Run, contiguous, plan_add_norm, plan_norm
+from gristmill.ops.norms.cuda import NormForward, Run, plan_add_norm, plan_norm
 from gristmill.ops.norms.problem import Details
 from gristmill.ops.rms_norm.semantics import epsilon, sum_dtype
 from gristmill.ops.rows.config import RowConfig
+from gristmill.ops.rows.problem import packed
 from gristmill.ops.rows.variant import SCOPES
 from gristmill.select.problem import Problem
 
@@ -70,9 +71,9 @@ def _plan_fused_add(run: Run, details: Details) -> Callable[..., None]:
         x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float
     ) -> None:
         if strided:
-            weight = contiguous(weight)
+            weight = packed(weight)
         if copied:
-            y, total = x.contiguous(), residual.contiguous()
+            y, total = packed(x), packed(residual)
             run(y, total, weight, None, y, total, eps, 0.0)
             x.copy_(y)
             residual.copy_(total)

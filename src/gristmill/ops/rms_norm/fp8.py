@@ -15,7 +15,7 @@ from gristmill.ops import inline
 from gristmill.ops.norm_fp8 import semantics as fp8
 from gristmill.ops.norm_fp8.cases import fp8_cases, fp8_cost
 from gristmill.ops.norm_fp8.cuda import scaling_of
-from gristmill.ops.norm_fp8.reference import quantised
+from gristmill.ops.norm_fp8.reference import quantised, quantised_by_row
 from gristmill.ops.norms.problem import forward_problem
 from gristmill.ops.op import Arguments, Case, Cost, Op
 from gristmill.ops.plain import Reference
@@ -239,7 +239,10 @@ RMS_NORM_FP8 = Op(
     cost=_cost,
     cases=_cases,
     example=_example,
-    variants=(*VARIANTS, Reference(rms_norm_fp8, outputs)),
+    variants=(
+        *VARIANTS,
+        Reference(rms_norm_fp8, outputs, quantised_by_row(rms_norm_fp8, rows=(0,), scale=2)),
+    ),
     defaults=_DEFAULTS,
     gradient=fp8.no_gradient("rms_norm_fp8"),
     autocast=_autocast if semantics.TORCH_AUTOCASTS else None,
@@ -257,7 +260,14 @@ ADD_RMS_NORM_FP8 = Op(
     cost=_cost_add,
     cases=_cases_add,
     example=_example_add,
-    variants=(*VARIANTS, Reference(add_rms_norm_fp8, outputs_add)),
+    variants=(
+        *VARIANTS,
+        Reference(
+            add_rms_norm_fp8,
+            outputs_add,
+            quantised_by_row(add_rms_norm_fp8, rows=(0, 1), scale=3),
+        ),
+    ),
     defaults=_DEFAULTS,
     gradient=fp8.no_gradient("add_rms_norm_fp8"),
     autocast=_autocast if semantics.TORCH_AUTOCASTS else None,

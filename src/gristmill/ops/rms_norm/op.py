@@ -8,6 +8,7 @@ import torch
 
 from gristmill.errors import ArgumentError
 from gristmill.ops import inline
+from gristmill.ops.by_row import by_row
 from gristmill.ops.norm_fp8.call import call_fp8
 from gristmill.ops.norm_fp8.semantics import asked
 from gristmill.ops.op import Gradient, Op, no_second_gradient
@@ -288,7 +289,9 @@ RMS_NORM = Op(
     variants=(
         *FORWARD_VARIANTS,
         Library(),
-        Reference(reference.rms_norm, semantics.outputs_forward),
+        Reference(
+            reference.rms_norm, semantics.outputs_forward, by_row(reference.rms_norm, rows=(0,))
+        ),
     ),
     defaults=(None, 1e-6, 0.0, "once", None),
     gradient=Gradient(_save_forward, _backward_forward),
@@ -309,7 +312,11 @@ ADD_RMS_NORM = Op(
     variants=(
         *FORWARD_VARIANTS,
         Library(),
-        Reference(reference.add_rms_norm, semantics.outputs_add),
+        Reference(
+            reference.add_rms_norm,
+            semantics.outputs_add,
+            by_row(reference.add_rms_norm, rows=(0, 1), results=("row", "row")),
+        ),
     ),
     defaults=(None, 1e-6, 0.0, "once", None),
     gradient=Gradient(_save_add, _backward_add),
@@ -329,7 +336,11 @@ FUSED_ADD_RMS_NORM_ = Op(
     example=cases.fused_add_example,
     variants=(
         *FORWARD_VARIANTS,
-        Reference(reference.fused_add_rms_norm_, semantics.outputs_fused_add),
+        Reference(
+            reference.fused_add_rms_norm_,
+            semantics.outputs_fused_add,
+            by_row(reference.fused_add_rms_norm_, rows=(0, 1), written=(0, 1)),
+        ),
     ),
     defaults=(None, 1e-6),
 )
@@ -351,7 +362,11 @@ RMS_NORM_BACKWARD = Op(
     variants=(
         *BACKWARD_VARIANTS,
         LibraryBackward(),
-        Reference(reference.rms_norm_backward, semantics.outputs_backward),
+        Reference(
+            reference.rms_norm_backward,
+            semantics.outputs_backward,
+            by_row(reference.rms_norm_backward, rows=(1, 0, 3), results=("row", "whole")),
+        ),
     ),
     defaults=(),
     gradient=no_second_gradient("rms_norm_backward", "torch.nn.functional.rms_norm"),

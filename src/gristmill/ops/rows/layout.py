@@ -65,6 +65,19 @@ class Layout:
             return (self.columns + 2 * self.vector - 2) // self.vector
         return self.columns // self.vector
 
+    @property
+    def canonical(self) -> bool:
+        """Whether a kernel does with these rows what it does with dense, aligned ones.
+
+        Only the step from one row to the next may be another.
+        """
+        widest = {
+            view.access == math.gcd(_WIDEST, self.vector * view.dtype.itemsize)
+            for view in self.views
+            if view is not None
+        }
+        return not self.nested and not self.ragged and widest == {True}
+
     def strides(self, index: int) -> tuple[int, int]:
         view = self.views[index]
         return (view.outer, view.inner) if view is not None else (0, 0)
@@ -148,6 +161,11 @@ def narrowest(dtypes: Iterable[torch.dtype]) -> int:
     FP8 does not count: its vectors have fewer bytes, so that those of the rest take few registers.
     """
     return min(dtype.itemsize for dtype in dtypes if dtype.itemsize > 1)
+
+
+def is_packed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies as a new one of its shape does: contiguous, and aligned."""
+    return tensor.is_contiguous() and tensor.data_ptr() % _WIDEST == 0
 
 
 def access(tensor: torch.Tensor, vector: int, *strides: int) -> int:

@@ -84,7 +84,9 @@ class RowVariant(Variant):
         if columns >= ANY_LENGTH or details.layout.vectors > self.longest(problem):
             whom = {"WARP": "a warp", "BLOCK": "one block", "CLUSTER": "a cluster"}
             return f"rows of {columns} columns are too long for {whom.get(self.scope, 'a grid')}"
-        members = self.config(problem).cluster
+        if problem.batch_invariant and problem.rows >= 2**31:
+            return f"{problem.rows} rows take another launch than fewer, and so other kernels"
+        members = self.config(problem.asked()).cluster
         if self.scope in ("BLOCK", "CLUSTER") and problem.rows * members >= 2**31:
             return f"{problem.rows} rows of {members} blocks are more than a grid has"
         if self.scope == "GRID" and members > problem.device.multiprocessors:
@@ -121,6 +123,16 @@ class RowVariant(Variant):
                 return "a block would read such long rows twice; several blocks can keep them"
             if several and few_rows(problem):
                 return "few long rows leave most SMs idle; several blocks can share each"
+        return None
+
+    def varies_with_batch(self, problem: Problem) -> str | None:
+        """Nothing: a row's arithmetic is that of its launch, and a launch that of N and the dtypes.
+
+        Which team takes a row, and which rows it took before, is in none of its sums: reductions
+        start anew for every row and add in a fixed order (reductions.cuh). Which thread takes which
+        column is given by the launch and the vectors; `layout_of` makes those the same wherever
+        rows lie. What is summed over rows (a weight's gradient, a mean) knows its batch, of course.
+        """
         return None
 
     def sibling(self, name: str) -> RowVariant:

@@ -15,6 +15,7 @@ from gristmill.jit import Program
 from gristmill.ops import launch
 from gristmill.ops.rows.candidates import REGISTERS, REREAD, SHARED
 from gristmill.ops.rows.config import TWICE, RowConfig, few_rows
+from gristmill.ops.rows.problem import packed
 from gristmill.ops.rows.variant import SCOPES, RowVariant
 from gristmill.ops.softmax import configs
 from gristmill.ops.softmax.problem import MASK_LEVELS, Details, side_by_side
@@ -87,17 +88,17 @@ class ForwardVariant(SoftmaxVariant):
     def bind(self, problem: Problem, config: RowConfig) -> Callable[..., Any]:
         details: Details = problem.layout
         run = self._run(problem, config)
-        copied, mask_copied, columns = details.copied, details.mask_copied, details.layout.columns
+        copied, mask_sizes = details.copied, details.mask_sizes
 
         def plan(
             x: torch.Tensor, scale: float, mask: torch.Tensor | None, causal: str | None
         ) -> torch.Tensor:
             y = torch.empty_like(x)
-            if mask_copied and mask is not None:
-                mask = side_by_side(mask, columns)
+            if mask_sizes and mask is not None:
+                mask = side_by_side(mask, mask_sizes)
             if copied:
                 dense = launch.dense(y)
-                run(x.contiguous(), mask, dense, scale)
+                run(packed(x), mask, dense, scale)
                 return y if dense is y else y.copy_(dense)
             run(x, mask, y, scale)
             return y

@@ -11,6 +11,7 @@ import torch
 from gristmill.jit import Program
 from gristmill.ops import launch
 from gristmill.ops.rows.config import TWICE, RowConfig
+from gristmill.ops.rows.problem import packed
 from gristmill.ops.rows.variant import SCOPES
 from gristmill.ops.softmax import configs
 from gristmill.ops.softmax.cuda import SoftmaxVariant
@@ -49,7 +50,7 @@ class BackwardVariant(SoftmaxVariant):
             dx = torch.empty_like(y)
             if copied:
                 dense = launch.dense(dx)
-                run(dy.contiguous(), y.contiguous(), dense, scale)
+                run(packed(dy), packed(y), dense, scale)
                 return dx if dense is dx else dx.copy_(dense)
             run(dy, y, dx, scale)
             return dx

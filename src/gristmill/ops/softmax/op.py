@@ -10,7 +10,7 @@ import torch
 from gristmill.ops import inline
 from gristmill.ops.op import Arguments, Gradient, Op, no_second_gradient
 from gristmill.ops.plain import Reference
-from gristmill.ops.softmax import cases, problem, reference, semantics
+from gristmill.ops.softmax import by_row, cases, problem, reference, semantics
 from gristmill.ops.softmax.cuda import FORWARD_VARIANTS
 from gristmill.ops.softmax.cuda_backward import BACKWARD_VARIANTS
 from gristmill.ops.softmax.plain import Library
@@ -249,7 +249,11 @@ SOFTMAX = Op(
     cost=cases.forward_cost,
     cases=cases.softmax_cases,
     example=cases.forward_example,
-    variants=(*FORWARD_VARIANTS, Library(), Reference(reference.softmax, semantics.outputs)),
+    variants=(
+        *FORWARD_VARIANTS,
+        Library(),
+        Reference(reference.softmax, semantics.outputs, by_row.softmax),
+    ),
     defaults=(1.0, None, None),
     gradient=Gradient(_save, _backward_softmax),
     autocast=_autocast,
@@ -268,7 +272,11 @@ LOG_SOFTMAX = Op(
     cost=cases.forward_cost,
     cases=cases.log_softmax_cases,
     example=cases.forward_example,
-    variants=(*FORWARD_VARIANTS, Library(), Reference(reference.log_softmax, semantics.outputs)),
+    variants=(
+        *FORWARD_VARIANTS,
+        Library(),
+        Reference(reference.log_softmax, semantics.outputs, by_row.log_softmax),
+    ),
     defaults=(1.0, None, None),
     gradient=Gradient(_save, _backward_log_softmax),
     autocast=_autocast,
@@ -289,7 +297,7 @@ SOFTMAX_BACKWARD = Op(
     example=cases.softmax_backward_example,
     variants=(
         *BACKWARD_VARIANTS,
-        Reference(reference.softmax_backward, semantics.outputs_backward),
+        Reference(reference.softmax_backward, semantics.outputs_backward, by_row.softmax_backward),
     ),
     defaults=(),
     gradient=no_second_gradient("softmax_backward", "torch.softmax"),
@@ -308,7 +316,11 @@ LOG_SOFTMAX_BACKWARD = Op(
     example=cases.log_softmax_backward_example,
     variants=(
         *BACKWARD_VARIANTS,
-        Reference(reference.log_softmax_backward, semantics.outputs_backward),
+        Reference(
+            reference.log_softmax_backward,
+            semantics.outputs_backward,
+            by_row.log_softmax_backward,
+        ),
     ),
     defaults=(),
     gradient=no_second_gradient("log_softmax_backward", "torch.log_softmax"),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from gristmill.ops.rows.layout import ELEMENT, Layout, access, collapse
-from gristmill.ops.rows.problem import RowDetails, dtypes_of, flags_of, layout_of, like
+from gristmill.ops.rows.problem import RowDetails, dtypes_of, flags_of, layout_of, like, packed
 from gristmill.ops.softmax.semantics import causal_offset
 from gristmill.select.device import Device
+from gristmill.select.overrides import is_batch_invariant
 from gristmill.select.problem import Problem
 
 MASK_LEVELS = 6  # as in softmax.cu
@@ -22,14 +25,14 @@ class Details(RowDetails):
 
     `layout.views` are x, None, y forward and y, dy, dx backward. `plain`: no mask, and larger
     exponents for larger x. `mask`: its type in the kernel, and `mask_levels` (size, stride) from
-    the row of x to its row; `mask_copied`: its columns have to be laid side by side first.
+    the row of x to its row; `mask_sizes`: those of the copy of it that the plan makes first, if so.
     `queries`: rows of a causal square, 0 without one; row i of it sees columns up to i + `offset`.
     """
 
     plain: bool = False
     mask: str = "Absent"
     mask_levels: tuple[tuple[int, int], ...] = ()
-    mask_copied: bool = False
+    mask_sizes: tuple[int, ...] = ()
     queries: int = 0
     offset: int = 0
 
@@ -62,15 +65,11 @@ def log_softmax_backward_problem(
     return _backward("log_softmax_backward", device, dy, y, scale, causal)
 
 
-def side_by_side(mask: torch.Tensor, columns: int) -> torch.Tensor:
-    """The mask with `columns` columns that lie side by side, its leading dims no larger than own.
-
-    Where it was expanded, one copy of each row is enough.
-    """
-    sizes = _own_sizes(mask)
-    for dim, size in enumerate(sizes[: mask.dim()]):
+def side_by_side(mask: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
+    """The mask with these sizes, packed. Where it was expanded, one copy of each row is enough."""
+    for dim, size in enumerate(_own_sizes(mask)[: mask.dim()]):
         mask = mask.narrow(dim, 0, size)
-    return mask.expand(*sizes[:-1], columns).contiguous()
+    return packed(mask.expand(sizes))
 
 
 def _own_sizes(mask: torch.Tensor) -> list[int]:
@@ -91,7 +90,7 @@ def _forward(
     causal: str | None,
 ) -> Problem:
     layout, copied = layout_of((x, None, like(x, x.dtype)), ragged=True)
-    mask_type, levels, mask_copied = _mask(mask, x, layout)
+    mask_type, levels, mask_sizes = _mask(mask, x, layout)
     queries, offset = _square(x, causal)
     # Then the largest x has the largest exponent. A factor that fp32 loses would leave none.
     plain = mask is None and scale >= _SMALLEST
@@ -113,7 +112,7 @@ def _forward(
             plain=plain,
             mask=mask_type,
             mask_levels=levels,
-            mask_copied=mask_copied,
+            mask_sizes=mask_sizes,
             queries=queries,
             offset=offset,
         ),
@@ -151,16 +150,32 @@ def _square(x: torch.Tensor, causal: str | None) -> tuple[int, int]:
 
 def _mask(
     mask: torch.Tensor | None, x: torch.Tensor, layout: Layout
-) -> tuple[str, tuple[tuple[int, int], ...], bool]:
-    """The mask's type in the kernel, its levels, and whether it has to be copied."""
+) -> tuple[str, tuple[tuple[int, int], ...], tuple[int, ...]]:
+    """The mask's type in the kernel, its levels, and the sizes of the copy that has to be made."""
     element = {**ELEMENT, torch.bool: "u8"}
     if mask is None or mask.dtype not in element or x.numel() == 0:
-        return "Absent", (), False
+        return "Absent", (), ()
     columns = layout.columns
-    copied = mask.dim() == 0 or mask.shape[-1] != columns or (mask.stride(-1) != 1 and columns > 1)
-    if copied:
-        leading = _own_sizes(mask)[:-1]
-        mask = torch.empty((*leading, columns), dtype=mask.dtype, device="meta")
+    if mask.dim() and mask.shape[-1] == columns and (mask.stride(-1) == 1 or columns == 1):
+        levels, width = _mask_levels(mask, x, layout)
+        if not is_batch_invariant() or (width == _widest(mask, layout) and _few(levels)):
+            return f"Tensor<{element[mask.dtype]},{width}>", levels, ()
+    # What is expanded stays so, unless rows must not depend on the batch and a kernel cannot
+    # follow: another kernel would make other bits.
+    sizes = (*_own_sizes(mask)[:-1], columns)
+    copy = torch.empty(sizes, dtype=mask.dtype, device="meta")
+    levels, width = _mask_levels(copy, x, layout)
+    if is_batch_invariant() and not _few(levels):
+        sizes = tuple(x.shape)
+        copy = torch.empty(sizes, dtype=mask.dtype, device="meta")
+        levels, width = _mask_levels(copy, x, layout)
+    return f"Tensor<{element[mask.dtype]},{width}>", levels, sizes
+
+
+def _mask_levels(
+    mask: torch.Tensor, x: torch.Tensor, layout: Layout
+) -> tuple[tuple[tuple[int, int], ...], int]:
+    """(size, stride) of each level, and the widest access to the mask's rows."""
     strides = [0] * (x.dim() - mask.dim()) + [
         stride if size > 1 else 0
         for size, stride in zip(mask.shape[:-1], mask.stride()[:-1], strict=True)
@@ -169,7 +184,14 @@ def _mask(
     while levels and levels[0][1] == 0:
         levels.pop(0)  # the rows above it are all the same
     if layout.ragged:
-        width = mask.element_size()
-    else:
-        width = access(mask, layout.vector, *[stride for _, stride in levels])
-    return f"Tensor<{element[mask.dtype]},{width}>", tuple(levels), copied
+        return tuple(levels), mask.element_size()
+    return tuple(levels), access(mask, layout.vector, *[stride for _, stride in levels])
+
+
+def _widest(mask: torch.Tensor, layout: Layout) -> int:
+    """The access that a packed mask allows."""
+    return math.gcd(16, layout.vector * mask.element_size())
+
+
+def _few(levels: Sequence[tuple[int, int]]) -> bool:
+    return len(levels) <= MASK_LEVELS

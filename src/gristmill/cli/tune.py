@@ -1,0 +1,201 @@
+"""`gristmill tune`: from options to a plan, and from what was measured to lines and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from gristmill.bench.progress import progress
+from gristmill.cli.common import (
+    FAILURE,
+    console,
+    parse_options,
+    parse_shape,
+    torch_device,
+    torch_dtype,
+    write_json,
+)
+from gristmill.errors import ArgumentError
+from gristmill.jit.parallel import Compiled
+from gristmill.ops.registry import OPS
+from gristmill.select.device import Device, device_of
+from gristmill.select.record import read_recording
+from gristmill.select.tuning import Outcome
+from gristmill.tune.ahead import AheadReport, Watch, open_table, tune_ahead
+from gristmill.tune.jobs import Plan, known_op, plan_by_recording, plan_by_shapes
+from gristmill.tune.report import is_changed, line, outcome_as_dict, speedup, summary
+
+# More of these tell nothing new.
+_MOST_NOTES = 20
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line as it was typed."""
+
+    ops: Sequence[str]
+    shapes: Sequence[str]
+    dtypes: Sequence[str]
+    recorded: Path | None
+    hints: str | None
+    options: Sequence[str]
+    split: bool
+    again: bool
+    quick: bool
+    table: Path | None
+    device: str | None
+    workers: int | None
+    json: bool
+
+
+def run(options: Options) -> None:
+    where = torch_device(options.device)
+    device = device_of(where)
+    table = open_table(device, options.table)
+    plan = _plan(options, device)
+    # What is for people goes to stderr when stdout is for machines.
+    out = console(stderr=options.json)
+    out.print(f"{device}: {len(plan.jobs)} problems, table {table[0]}", soft_wrap=True)
+    with _Screen(out) as screen:
+        report = tune_ahead(
+            plan,
+            where,
+            table,
+            thorough=not options.quick,
+            again=options.again,
+            workers=options.workers,
+            watch=screen,
+        )
+    if options.json:
+        write_json(_as_dict(report, device))
+    else:
+        _show(report, out)
+    if not (report.outcomes or report.held or report.alone or report.probed):
+        raise typer.Exit(FAILURE)
+
+
+def _plan(options: Options, device: Device) -> Plan:
+    names = [known_op(name).name for name in options.ops]
+    if options.recorded is not None:
+        if options.shapes or options.dtypes or options.hints or options.options:
+            raise ArgumentError(
+                "--recorded has arguments of its own: leave out --shape, --dtype, --hints, --set"
+            )
+        recorded = read_recording(options.recorded)
+        wanted = [one for one in recorded if not names or one.op in names]
+        return plan_by_recording(wanted, device, split=options.split)
+    return plan_by_shapes(
+        names or list(OPS),
+        device,
+        shapes=[parse_shape(shape) for shape in options.shapes],
+        dtypes=[torch_dtype(dtype) for dtype in options.dtypes or ("bfloat16",)],
+        hints=_hints(options.hints),
+        options=parse_options(options.options),
+        split=options.split,
+    )
+
+
+def _hints(text: str | None) -> list[int]:
+    if text is None:
+        return []
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdigit() and int(word) > 0 for word in words):
+        raise ArgumentError(f"--hints {text!r}: write numbers of rows, as in 1,16,64")
+    return sorted({int(word) for word in words})
+
+
+class _Screen(Watch):
+    """A bar on a terminal, lines in a log: first for the compiles, then for the measurements."""
+
+    def __init__(self, out: Console) -> None:
+        self._out = out
+        self._bar = ExitStack()
+        self._what = ""
+        self._advance: Callable[[str], None] = lambda text: None
+
+    def __enter__(self) -> _Screen:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.close()
+
+    def compiled(self, result: Compiled, number: int, total: int) -> None:
+        if self._out.is_terminal:
+            self._step("compiling", total)(f"compiling {result.program.source}")
+        elif number == 1:
+            self._out.print(f"compiling {total} programs")
+
+    def begins(self, key: str, total: int) -> None:
+        self._step("measuring", total)(key)
+
+    def ended(self, outcome: Outcome, kept: bool) -> None:
+        text = line(outcome, with_key=self._out.is_terminal)
+        if not kept:
+            text += "  (no row of its own)"
+        self._out.print(f"  {text}", markup=False, soft_wrap=True)
+
+    def _step(self, what: str, total: int) -> Callable[[str], None]:
+        if what != self._what:
+            self._bar.close()
+            self._what = what
+            self._advance = self._bar.enter_context(progress(self._out, total))
+        return self._advance
+
+
+def _show(report: AheadReport, out: Console) -> None:
+    notes = [f"not tuned: {note}" for note in report.notes]
+    notes += [f"not compiled: {one}" for one in _not_compiled(report)]
+    for note in notes[:_MOST_NOTES]:
+        out.print(note.splitlines()[0], markup=False, soft_wrap=True)
+    if len(notes) > _MOST_NOTES:
+        out.print(f"and {len(notes) - _MOST_NOTES} more")
+    out.print(summary(report.outcomes))
+    if report.probed:
+        out.print(
+            f"{len(report.splits)} of {report.probed} sizes between hints have got a row of "
+            f"their own"
+        )
+    if report.held:
+        out.print(f"{report.held} had a row that holds already (--again tunes them anew)")
+    if report.alone:
+        out.print(f"{report.alone} have but one candidate: nothing to choose")
+    out.print(f"table: {report.table}", soft_wrap=True)
+
+
+def _not_compiled(report: AheadReport) -> list[str]:
+    return [
+        f"{', '.join(one.program.names)} of {one.program.source}: {one.error}"
+        for one in report.compiled
+        if one.how == "failed"
+    ]
+
+
+def _as_dict(report: AheadReport, device: Device) -> dict[str, Any]:
+    splits = {outcome.row.key for outcome in report.splits}
+    return {
+        "device": device.name,
+        "table": str(report.table),
+        "problems": [
+            {**outcome_as_dict(outcome), "split": outcome.row.key in splits}
+            for outcome in report.outcomes
+        ],
+        "tuned": len(report.tuned),
+        "splits": len(report.splits),
+        "probed": report.probed,
+        "held": report.held,
+        "alone": report.alone,
+        "changed": sum(map(is_changed, report.outcomes)),
+        "speedup": speedup(report.outcomes),
+        "compiled": {
+            how: sum(one.how == how for one in report.compiled)
+            for how in ("compiled", "cached", "failed")
+        },
+        "notes": report.notes,
+        "not_compiled": _not_compiled(report),
+    }

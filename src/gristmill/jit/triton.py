@@ -1,0 +1,307 @@
+"""Triton as a compiler: from a function of ours in Triton's language to a cubin.
+
+Only Triton's compiler is used. Its launcher (tens of us a call, and a C compiler on the user's
+machine) and its cache are not: the cubin goes into gristmill's cache and is launched as every other
+kernel is, so with a warm cache Triton is not even imported. No GPU is needed to compile.
+
+A kernel of Triton's takes its parameters one by one, in the order of the function's arguments that
+are not constants, and after them two pointers: global scratch memory (of `Binary.facts`:
+scratch_bytes for each block of the grid) and a profiler's, which is never there. That holds for
+Triton 3.6 and 3.7, and is compared with the loaded kernel before its first launch.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.metadata
+import json
+import re
+import struct
+import sys
+import threading
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path, PurePosixPath
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+from gristmill.errors import ArgumentError, CompileError, CompilerUnavailable
+from gristmill.jit.binary import Binary
+from gristmill.jit.program import key_of
+
+PACKAGE = "gristmill.kernels.triton"
+
+# Given to every compile. enable_fp_fusion: Triton's default changes in 3.10, and results with it.
+BASE_OPTIONS: Mapping[str, Any] = MappingProxyType({"enable_fp_fusion": True})
+
+_INSTALL = 'install it with: pip install "gristmill[triton]"'
+_OUR_IMPORT = re.compile(r"^from \.(\w+) import ", re.MULTILINE)
+_ARCH = re.compile(r"sm_(\d+)[af]?")
+_FORMATS = {"i32": "i", "i64": "q", "fp32": "f"}
+_SCRATCH_FORMAT = "QQ"
+
+Constant: TypeAlias = "int | bool | str | None"
+
+# Triton keeps state of its own while it compiles (knobs, the interpreter of its language), and most
+# of a compile holds Python's lock anyway.
+_compiling = threading.Lock()
+
+
+@dataclass(frozen=True)
+class TritonProgram:
+    """One function in Triton's language with its types and constants: one kernel.
+
+    `source` is a file name under `root` (default: gristmill/kernels/triton), which may import from
+    files beside it (`from .activations import activate`). `signature` gives the parameters in the
+    order of the function's arguments with their types ("*bf16", "i32", "i64", "fp32"); `constants`
+    all other arguments. `divisible` gives powers of two, up to 16, that parameters are multiples of
+    (pointers: in bytes), which is what allows wide accesses.
+    """
+
+    source: str
+    function: str
+    signature: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Constant], ...] = ()
+    divisible: tuple[tuple[str, int], ...] = ()
+    warps: int = 4
+    stages: int = 3
+    root: Path | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The kernels of the program: its function."""
+        return (self.function,)
+
+    def texts(self) -> Mapping[str, str]:
+        """File name -> text: the source first, then every file of ours that it imports from."""
+        return _texts(self.root, self.source)
+
+    def digest(self) -> str:
+        """A hash over texts, function, types, constants and options; not over where files lie."""
+        return _digest(self)
+
+    def source_digest(self) -> str:
+        """A hash over the texts alone, whatever is compiled from them."""
+        return _source_digest(self.root, self.source)
+
+    def key(self, arch: str) -> str:
+        """The cache key: readable, and a file name."""
+        stem = f"{PurePosixPath(self.source).stem}_{self.function}"
+        return key_of(stem, self.digest(), arch)
+
+    def parameters(self) -> struct.Struct:
+        """Packs the kernel's parameters, with the two pointers at their end."""
+        forms = ["Q" if kind.startswith("*") else _FORMATS[kind] for _, kind in self.signature]
+        return struct.Struct("".join(forms) + _SCRATCH_FORMAT)
+
+
+def compile_program(program: TritonProgram, arch: str, *, verbose: bool = False) -> Binary:
+    """Compile `program` for `arch` ("sm_90a"). `verbose` is of no consequence here."""
+    version = compiler_version()
+    with _compiling:
+        function = _function(program)
+        try:
+            cubin, metadata = _compile(program, function, arch)
+        except Exception as error:  # Triton raises errors of many kinds, RuntimeError among them
+            raise _compile_error(program, arch, error) from error
+    facts = {
+        "shared": int(metadata["shared"]),
+        "threads": 32 * int(metadata["num_warps"]),
+        "scratch_bytes": int(metadata.get("global_scratch_size") or 0),
+        "scratch_align": int(metadata.get("global_scratch_align") or 1),
+        "profile_bytes": int(metadata.get("profile_scratch_size") or 0),
+    }
+    return Binary(cubin, {program.function: metadata["name"]}, "", version, facts=facts)
+
+
+def compiler_version() -> str:
+    """ "triton 3.6.0", or CompilerUnavailable. Triton is imported, the GPU is not asked."""
+    return f"triton {_triton().__version__}"
+
+
+def installed_version() -> str:
+    """As `compiler_version`, by what is said to be installed; "" if nothing is.
+
+    Importing Triton to ask it takes 0.2 s and more.
+    """
+    try:
+        return f"triton {importlib.metadata.version('triton')}"
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def headers_version(program: TritonProgram) -> str:
+    """No header but Triton's own takes part."""
+    return ""
+
+
+def _compile(program: TritonProgram, function: Any, arch: str) -> tuple[bytes, dict[str, Any]]:
+    """What triton.compile does but for its cache: the stages of the backend, one after another.
+
+    triton.compile would first hash all of Triton (0.5 s in each process), then write every stage
+    into a folder of its own; whether it may is a setting of the whole process, not of a call.
+    """
+    from triton._C.libtriton import ir
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+
+    source = ASTSource(
+        function,
+        signature=_full_signature(program, function.arg_names),
+        constexprs=dict(program.constants),
+        attrs={
+            (function.arg_names.index(name),): [["tt.divisibility", divisor]]
+            for name, divisor in program.divisible
+        },
+    )
+    target = GPUTarget("cuda", _capability(arch), 32)
+    backend = make_backend(target)
+    options = backend.parse_options(
+        {**BASE_OPTIONS, "num_warps": program.warps, "num_stages": program.stages}
+    )
+    metadata: dict[str, Any] = {"target": target, **options.__dict__}
+    stages: dict[str, Any] = {}
+    backend.add_stages(stages, options, source.language)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    module = source.make_ir(
+        target,
+        options,
+        backend.get_codegen_implementation(options),
+        backend.get_module_map(),
+        context,
+    )
+    for stage in stages.values():
+        module = stage(module, metadata)
+    return bytes(module), metadata
+
+
+def _full_signature(program: TritonProgram, arguments: list[str]) -> dict[str, str]:
+    """Every argument of the function with its type, in order; ArgumentError where they differ."""
+    kinds = dict(program.signature)
+    constants = dict(program.constants)
+    given = [name for name in arguments if name in kinds]
+    if given != list(kinds) or set(arguments) != {*kinds, *constants} or {*kinds} & {*constants}:
+        raise ArgumentError(
+            f"{program.source}: {program.function} takes {', '.join(arguments)}; the program gives "
+            f"{', '.join(kinds)} as parameters and {', '.join(constants)} as constants"
+        )
+    return {name: kinds.get(name, "constexpr") for name in arguments}
+
+
+def _capability(arch: str) -> int:
+    match = _ARCH.fullmatch(arch)
+    if match is None:
+        raise ArgumentError(f"Triton compiles for targets such as sm_90a, not for {arch!r}")
+    return int(match[1])
+
+
+@functools.cache
+def _triton() -> Any:
+    """The package, imported; CompilerUnavailable is not remembered."""
+    try:
+        import triton
+    except ImportError as error:
+        raise CompilerUnavailable(f"Triton cannot be imported ({error}); {_INSTALL}") from error
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6):
+        raise CompilerUnavailable(
+            f"Triton {triton.__version__} is older than 3.6, the first that compiles gristmill's "
+            f"kernels; {_INSTALL}"
+        )
+    return triton
+
+
+def _function(program: TritonProgram) -> Any:
+    """The function as Triton sees it."""
+    from triton.runtime.jit import JITFunction
+
+    name = f"{_package(program.root)}.{PurePosixPath(program.source).stem}"
+    found = getattr(importlib.import_module(name), program.function, None)
+    if found is None:
+        raise ArgumentError(f"{program.source} has no function {program.function!r}")
+    if not isinstance(found, JITFunction):
+        raise CompilerUnavailable(
+            "Triton's interpreter is on in this process and its compiler therefore off; "
+            "unset TRITON_INTERPRET to compile kernels"
+        )
+    return found
+
+
+def _package(root: Path | None) -> str:
+    """The package of the files under `root`, so that they can import from each other."""
+    if root is None:
+        return PACKAGE
+    name = f"gristmill_triton_{hashlib.sha256(str(root).encode()).hexdigest()[:16]}"
+    if name not in sys.modules:
+        package = types.ModuleType(name)
+        package.__path__ = [str(root)]
+        sys.modules[name] = package
+    return name
+
+
+def _compile_error(
+    program: TritonProgram, arch: str, error: Exception
+) -> CompileError | CompilerUnavailable:
+    if isinstance(error, (ArgumentError, CompilerUnavailable)):
+        raise error
+    log = f"{type(error).__name__}: {error}"
+    if (cause := error.__cause__) is not None:
+        log += f"\n{type(cause).__name__}: {cause}"
+    last = next((line.strip() for line in reversed(log.splitlines()) if line.strip()), "")
+    source_line = _source_line(program, error)
+    message = f"{program.source} ({program.function}) does not compile for {arch}: {last}"
+    if source_line:
+        message += f"\n    {source_line}"
+    return CompileError(message, log=log, source_line=source_line, program=program.source)
+
+
+def _source_line(program: TritonProgram, error: Exception) -> str:
+    """Where in the source, if it is an error of the language that knows its place."""
+    text, line = getattr(error, "src", None), getattr(getattr(error, "node", None), "lineno", 0)
+    if not isinstance(text, str) or not 0 < line <= len(text.splitlines()):
+        return ""
+    for name, whole in program.texts().items():
+        before, found, _ = whole.partition(text.splitlines()[0])
+        if found:  # line 1 of the error's text is the function's first
+            number = before.count("\n") + line
+            return f"{name}:{number}: {text.splitlines()[line - 1].strip()}"
+    return ""
+
+
+@functools.cache
+def _texts(root: Path | None, source: str) -> Mapping[str, str]:
+    folder = root or resources.files("gristmill") / "kernels" / "triton"
+    found = {source: folder.joinpath(source).read_text(encoding="utf-8")}
+    waiting = [source]
+    while waiting:
+        for stem in _OUR_IMPORT.findall(found[waiting.pop()]):
+            name = f"{stem}.py"
+            if name not in found and (file := folder.joinpath(name)).is_file():
+                found[name] = file.read_text(encoding="utf-8")
+                waiting.append(name)
+    return MappingProxyType(found)
+
+
+@functools.cache
+def _source_digest(root: Path | None, source: str) -> str:
+    texts = json.dumps(sorted(_texts(root, source).items()))
+    return hashlib.sha256(texts.encode()).hexdigest()
+
+
+@functools.cache
+def _digest(program: TritonProgram) -> str:
+    parts = {
+        "source": program.source,
+        "texts": sorted(program.texts().items()),
+        "function": program.function,
+        "signature": program.signature,
+        "constants": sorted(program.constants),
+        "divisible": sorted(program.divisible),
+        "options": [sorted(BASE_OPTIONS.items()), program.warps, program.stages],
+    }
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

@@ -1,0 +1,110 @@
+"""How a call finds its plan: a key of cheap metadata, made by code written out for that call.
+
+A loop over arguments costs a microsecond more at every call. What is written out holds for one kind
+of call: so many positional arguments, these keywords, these types; it gives False for any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from gristmill.multikernel.problem import PLAIN_VALUES
+from gristmill.ops.op import are_deterministic
+from gristmill.select.overrides import token
+
+Route = Callable[..., Hashable]
+
+_NUMBERS = count(1)
+
+# torch.device costs twice its index; one process has no two kinds of accelerators.
+_TENSOR = "{0}.dtype, {0}.shape, {0}.is_contiguous() or {0}.stride(), {0}.get_device()"
+
+
+def kind_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable:
+    """What a route holds for."""
+    if not kwargs:
+        return tuple(map(type, args))
+    return (*map(type, args), *kwargs, *map(type, kwargs.values()))
+
+
+def write_route(
+    args: Sequence[Any], kwargs: Mapping[str, Any], key: Callable[..., Any] | None
+) -> Route:
+    """The route of calls like this one; TypeError for names that cannot be written out.
+
+    `key`: the user's own; where it gives a tuple, values of arguments do not count.
+    """
+    positional = [f"argument_{at}_" for at in range(len(args))]
+    if set(positional) & set(kwargs) or not all(name.isidentifier() for name in kwargs):
+        raise TypeError(f"{list(kwargs)} cannot be written out")
+    named = [*zip(positional, args, strict=True), *kwargs.items()]
+    checks, parts, values, tensors = [], [str(next(_NUMBERS)), "token()", "deterministic()"], [], []
+    for name, value in named:
+        kind = type(value)
+        if kind is torch.Tensor or kind is Parameter:
+            checks.append(f"({name}.__class__ is Tensor or {name}.__class__ is Parameter)")
+            parts.append(_TENSOR.format(name))
+            tensors.append(name)
+        elif value is None:
+            checks.append(f"{name} is None")
+        elif isinstance(value, (list, tuple, dict)):
+            parts.append(f"nested({name})")
+        elif isinstance(value, PLAIN_VALUES):
+            values.append(f"{name}.__class__, {name}")
+        else:
+            parts.append(f"{name}.__class__")
+    if tensors:
+        joined = " | ".join(f"{name}.data_ptr()" for name in tensors)
+        parts.append(f"({joined}) & 15 and alignments({', '.join(tensors)})")
+    if key is None:
+        parts += values
+    else:
+        passed = ", ".join([*positional, *(f"{name}={name}" for name in kwargs)])
+        parts.append(f"sized(key({passed}), ({''.join(f'{one}, ' for one in values)}))")
+    head = ", ".join([*positional, *(["*", *kwargs] if kwargs else [])])
+    body = " and ".join([*checks, f"({', '.join(parts)},)"])
+    names = {
+        "Tensor": torch.Tensor,
+        "Parameter": Parameter,
+        "token": token,
+        "deterministic": are_deterministic,
+        "nested": nested,
+        "alignments": _alignments,
+        "sized": _sized,
+        "key": key,
+    }
+    if set(names) & set(kwargs):
+        raise TypeError(f"{list(kwargs)} would hide what the route calls")
+    route: Route = eval(f"lambda {head}: {body}", names)
+    return route
+
+
+def nested(value: Any) -> Hashable:
+    """The part of a key that a list, a tuple or a dict is."""
+    if isinstance(value, torch.Tensor):
+        if type(value) is not torch.Tensor and type(value) is not Parameter:
+            raise TypeError("a tensor of another kind: its metadata does not say all")
+        strides = value.is_contiguous() or value.stride()
+        device, alignment = value.get_device(), value.data_ptr() & 15
+        return (value.dtype, value.shape, strides, device, alignment)
+    if isinstance(value, dict):
+        return ("dict", *value, *map(nested, value.values()))
+    if isinstance(value, (list, tuple)):
+        return tuple(map(nested, value))
+    if isinstance(value, PLAIN_VALUES):
+        return (type(value), value)
+    return (type(value),)
+
+
+def _alignments(*tensors: torch.Tensor) -> tuple[int, ...]:
+    return tuple(tensor.data_ptr() & 15 for tensor in tensors)
+
+
+def _sized(key: Any, values: tuple[Any, ...]) -> Hashable:
+    found: Hashable = key if isinstance(key, tuple) else (key, values)
+    return found

@@ -1,0 +1,97 @@
+"""The softmax ops with every row computed alone, for where rows must not depend on the batch.
+
+A row that sees its first columns only is a shorter row, and zeros (or minus infinity) behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from gristmill.ops.by_row import each_alone
+from gristmill.ops.softmax import reference
+from gristmill.ops.softmax.semantics import causal_offset
+
+_NOBODY = float("-inf")
+
+
+def softmax(
+    x: torch.Tensor, scale: float, mask: torch.Tensor | None, causal: str | None
+) -> torch.Tensor:
+    return _forward(reference.softmax, 0.0, x, scale, mask, causal)
+
+
+def log_softmax(
+    x: torch.Tensor, scale: float, mask: torch.Tensor | None, causal: str | None
+) -> torch.Tensor:
+    return _forward(reference.log_softmax, _NOBODY, x, scale, mask, causal)
+
+
+def softmax_backward(
+    dy: torch.Tensor, y: torch.Tensor, scale: float, causal: str | None
+) -> torch.Tensor:
+    return _backward(reference.softmax_backward, dy, y, scale, causal)
+
+
+def log_softmax_backward(
+    dy: torch.Tensor, y: torch.Tensor, scale: float, causal: str | None
+) -> torch.Tensor:
+    return _backward(reference.log_softmax_backward, dy, y, scale, causal)
+
+
+def _forward(
+    function: Callable[..., torch.Tensor],
+    unseen: float,
+    x: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None,
+    causal: str | None,
+) -> torch.Tensor:
+    def row(x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return function(x, scale, mask, None)
+
+    return _each(row, unseen, (x, None if mask is None else mask.expand(x.shape)), causal)
+
+
+def _backward(
+    function: Callable[..., torch.Tensor],
+    dy: torch.Tensor,
+    y: torch.Tensor,
+    scale: float,
+    causal: str | None,
+) -> torch.Tensor:
+    def row(y: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+        return function(dy, y, scale, None)
+
+    return _each(row, 0.0, (y, dy), causal)
+
+
+def _each(
+    function: Callable[..., torch.Tensor],
+    unseen: float,
+    tensors: tuple[torch.Tensor, torch.Tensor | None],
+    causal: str | None,
+) -> torch.Tensor:
+    """`function` of each row's columns that are seen, and `unseen` for the others."""
+    first = tensors[0]
+    if not first.numel():
+        return torch.empty_like(first)
+    columns = first.shape[-1]
+    queries, offset = 1, columns - 1
+    if causal is not None:
+        queries = first.shape[-2]
+        offset = causal_offset(causal, queries, columns)
+
+    def alone(index: int, *rows: torch.Tensor | None) -> list[torch.Tensor]:
+        seen = min(max(index % queries + offset + 1, 0), columns)
+        parts = [None if row is None else row[:, :seen].contiguous() for row in rows]
+        if seen == columns:
+            return [function(*parts)]
+        result = first.new_full((1, columns), unseen)
+        if seen:
+            result[:, :seen] = function(*parts)
+        return [result]
+
+    (result,) = each_alone(alone, tensors, first.shape[:-1])
+    return result

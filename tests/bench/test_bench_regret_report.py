@@ -1,0 +1,272 @@
+"""Tables and pictures of regret, from rows where every number is known; and the command."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from gristmill.bench.regret_plots import write_regret_plots
+from gristmill.bench.regret_report import gains, matrices, summarised, verdict
+from gristmill.bench.report import markdown, print_results
+from gristmill.bench.results import OURS, Results, load
+from gristmill.cli.app import app
+
+
+def regret_row(op: str, shape: tuple[int, ...], regret: float, **more: Any) -> dict[str, Any]:
+    return {
+        "suite": "regret",
+        "op": op,
+        "dtype": "bfloat16",
+        "M": shape[0],
+        "N": shape[1],
+        "K": shape[2] if len(shape) == 3 else None,
+        "shape": "x".join(map(str, shape)),
+        "impl": OURS,
+        "error": None,
+        "picked": "cuda_block threads=256 items=2",
+        "best": "cuda_block threads=128 items=2",
+        "picked_us": 10 * (1 + regret),
+        "best_us": 10.0,
+        "picked_spread_us": 0.12,
+        "best_spread_us": 0.34,
+        "regret": regret,
+        "source": "shipped table",
+        "candidates": 7,
+        "variants": {},
+        "failures": {},
+        **more,
+    }
+
+
+def cell(size: int, hint: int | str, us: float | None) -> dict[str, Any]:
+    row = {"suite": "matrix", "op": "linear_silu", "dtype": "bfloat16", "M": size, "N": 4096}
+    row |= {"K": 4096, "shape": f"{size}x4096x4096", "impl": OURS, "error": None, "hint": hint}
+    return row | ({"impossible": "too long"} if us is None else {"us": us, "spread_us": 0.1})
+
+
+REGRETS = {(1, 4096): 0.0, (16, 4096): 0.07, (64, 4096): 0.02, (16, 8192): 0.13}
+MATRIX = {64: (10.0, 36.0), 4096: (None, 18.0), "chosen": (10.0, 20.0)}
+
+
+@pytest.fixture
+def results() -> Results:
+    rows = [regret_row("rms_norm", shape, regret) for shape, regret in REGRETS.items()]
+    rows.append(regret_row("linear_silu", (64, 4096, 4096), 0.015, best="library"))
+    rows[0]["failures"] = {"cuda_warp threads=32": "CompileError: no"}
+    rows[1]["failures"] = {"cuda_warp threads=64": "CompileError: no"}
+    for hint, times in MATRIX.items():
+        rows += [cell(size, hint, us) for size, us in zip((64, 4096), times, strict=True)]
+    rows += [
+        {**choice_head, "op": "rms_norm", "what": "lookup", "limit": 1.5, "choice_us": 0.914},
+        {**choice_head, "op": "softmax", "what": "lookup", "limit": 1.5, "choice_us": 1.7},
+        {
+            **choice_head,
+            "op": "rms_norm",
+            "what": "first-call tuning",
+            "limit": 0.5,
+            "choice_s": 0.2345,
+            "candidates": 4,
+            "compiles": 3,
+        },
+    ]
+    return Results({"gpu": "NVIDIA H200", "device": "cuda", "date": "2026-01-02"}, rows)
+
+
+choice_head = {"suite": "choice", "dtype": "bfloat16", "M": 1, "N": 64, "impl": OURS, "error": None}
+
+
+def printed(results: Results) -> str:
+    console = Console(file=io.StringIO(), width=250)
+    print_results(results, console)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def cells_of(text: str, start: str) -> list[str]:
+    line = next(line for line in text.splitlines() if line.startswith(f"│ {start}"))
+    return [part.strip() for part in line.strip("│").split("│")]
+
+
+def test_the_summary_of_an_op() -> None:
+    rows = [regret_row("rms_norm", (m, 64), m / 1000) for m in range(1, 101)]
+    summary = summarised(rows)
+    assert summary.count == 100
+    assert summary.mean == pytest.approx(0.0505)
+    assert summary.p95 == pytest.approx(0.095)
+    assert summary.worst["M"] == 100
+    assert summary.above_mean_goal == 70
+    assert summary.above_worst_goal == 0
+    assert not summary.good  # 5% on average
+    assert summarised(rows[:50]).good
+    assert not summarised([*rows[:50], regret_row("rms_norm", (101, 64), 0.101)]).good
+
+
+def test_the_verdict_names_the_worst() -> None:
+    rows = [regret_row("rms_norm", (m, 64), regret) for m, regret in ((4, 0.0), (24, 0.08))]
+    assert verdict("row ops", rows) == (
+        "row ops: regret of 2 problems: mean 4.0%, worst 8.0% (rms_norm 24x64): "
+        "NOT within 3% on average and 10% at worst"
+    )
+    assert ": within 3%" in verdict("row ops", rows[:1])
+
+
+def test_the_tables(results: Results) -> None:
+    text = printed(results)
+    assert cells_of(text, "rms_norm ") == [
+        "rms_norm", "4", "5.5%", "13.0%", "13.0%", "2", "1", "16x8192"
+    ]  # fmt: skip
+    assert cells_of(text, "linear_silu ")[:3] == ["linear_silu", "1", "1.5%"]
+    assert cells_of(text, "rms_norm 16x8192") == [
+        "rms_norm 16x8192",
+        "13.0%",
+        "11.3",
+        "10.0",
+        "0.12, 0.34",
+        "shipped table",
+        "cuda_block threads=256",
+        "cuda_block threads=128",
+    ]
+    assert cells_of(text, "linear_silu 64x4096x4096")[-2:] == ["cuda_block", "library"]
+    assert "│ rms_norm 1x4096 " not in text.split("hint by runtime")[0]  # it has no regret
+    assert "products: regret of 1 problem: mean 1.5%" in text
+    assert "row ops: regret of 4 problems: mean 5.5%, worst 13.0% (rms_norm 16x8192): NOT" in text
+    assert "picked by: shipped table 5" in text
+    assert "rms_norm: 2 candidates of cuda_warp took no part: CompileError: no" in text
+
+
+def test_the_matrix_as_a_table(results: Results) -> None:
+    text = printed(results)
+    assert cells_of(text, "64 ") == ["64", "1.00", "2.00"]
+    assert cells_of(text, "4096 ") == ["4096", "–", "1.00"]
+    assert cells_of(text, "chosen ") == ["chosen", "1.00", "1.11"]
+    assert cells_of(text, "chosen, µs") == ["chosen, µs", "10.0", "20.0"]
+    (cells,) = matrices(results)
+    first, second, both = gains(cells)
+    # sqrt(1 * 1.8), and 0.9 where the other launch runs
+    assert first.startswith("tuned at 64 only: 34.2% more time")
+    assert "1.80 times as much, at 4096 rows" in first
+    assert second.startswith("tuned at 4096 only: 10.0% less time")
+    assert second.endswith("does not run at 1 of 2 sizes")
+    assert "up to 1.80 times, the mean gain over all of them is 17.4%" in both
+
+
+def test_the_costs_of_choosing_and_their_limits(results: Results) -> None:
+    text = printed(results).partition("choice: what choosing costs")[2]
+    rows = [
+        [part.strip() for part in line.strip("│").split("│")]
+        for line in text.splitlines()
+        if line.startswith("│")
+    ]
+    assert rows == [
+        ["rms_norm 1x64", "lookup", "0.91 µs", "1.5 µs", "yes", "", ""],
+        ["softmax 1x64", "lookup", "1.70 µs", "1.5 µs", "NO", "", ""],
+        ["rms_norm 1x64", "first-call tuning", "0.23 s", "0.5 s", "yes", "4", "3"],
+    ]
+
+
+def test_a_page_has_every_number(results: Results) -> None:
+    page = markdown(results)
+    assert "## rms_norm: regret by rows" in page
+    assert "| N by M | 1 | 16 | 64 |" in page
+    assert "| 4096 bfloat16 | 0.0% | 7.0% | 2.0% |" in page
+    assert "| 8192 bfloat16 | – | 13.0% | – |" in page
+    assert "| NxK by M | 64 |" in page
+    assert "| 4096x4096 bfloat16 | 1.5% |" in page
+    assert "| chosen | 1.00 | 1.11 |" in page
+
+
+def test_rows_of_these_suites_are_no_kernel_times(results: Results) -> None:
+    assert results.timed() == []
+    assert "vs best peer" not in printed(results)
+    kernel = {"op": "rms_norm", "dtype": "bfloat16", "M": 1, "N": 64, "impl": OURS, "us": 2.0}
+    results.rows.append({**kernel, "error": 0.0})
+    assert results.timed() == results.rows[-1:]
+    assert "vs best peer" in printed(results)
+
+
+def test_pictures_hold_the_numbers(results: Results, tmp_path: Path) -> None:
+    paths = write_regret_plots(results, tmp_path)
+    assert [path.name for path in paths] == [
+        "regret_rms_norm.svg",
+        "regret_linear_silu.svg",
+        "matrix_linear_silu_4096x4096.svg",
+    ]
+    lines, _, heat = (path.read_text() for path in paths)
+    # matplotlib draws text as outlines, with the text itself in a comment.
+    for text in ("7.0% at 16", "13.0% at 16", "N = 4096", "N = 8192", "3%", "10%"):
+        assert f"<!-- {text} -->" in lines
+    for text in ("1.00", "2.00", "1.11", "–", "tuned at 64", "tuned at 4096", "chosen", "4096"):
+        assert f"<!-- {text} -->" in heat
+    assert "up to 1.80 times" in heat
+    assert "NVIDIA H200" in heat
+    again = write_regret_plots(results, tmp_path / "again")
+    assert [path.read_text() for path in again] == [path.read_text() for path in paths]
+
+
+def test_no_rows_no_pictures(tmp_path: Path) -> None:
+    assert write_regret_plots(Results({}), tmp_path / "none") == []
+    assert not (tmp_path / "none").exists()
+
+
+# The command
+
+
+def run(line: str) -> str:
+    result = CliRunner().invoke(app, line.split())
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_the_command_measures_and_shows_again(tmp_path: Path) -> None:
+    words = "--op rms_norm --op softmax --dtype float32 --device cpu"
+    output = run(f"bench regret {words} --output {tmp_path}")
+    data = json.loads((tmp_path / "results.json").read_text())
+    found = [(row["op"], row["M"], row["N"]) for row in data["rows"] if row["suite"] == "regret"]
+    assert found == [(op, m, 256) for op in ("rms_norm", "softmax") for m in (4, 64)]
+    for row in data["rows"]:
+        assert row["error"] is None
+        if row["suite"] == "regret":
+            assert set(row["variants"]) == {"library", "reference"}
+            assert row["regret"] == pytest.approx(row["picked_us"] / row["best_us"] - 1, abs=1e-3)
+            assert row["best_us"] <= row["picked_us"]
+    hints = [row["hint"] for row in data["rows"] if row["suite"] == "matrix"]
+    assert hints == [4, 64, "chosen"] * 3
+    assert "[4/4] regret softmax 64x256 float32" in output
+    assert "row ops: regret of 4 problems" in output
+    for name in ("results.md", "regret_rms_norm_float32.svg", "matrix_rms_norm_256_float32.svg"):
+        assert (tmp_path / name).stat().st_size > 500
+    again = run(f"bench --read {tmp_path / 'results.json'}")
+    (line,) = [line for line in output.splitlines() if line.startswith("row ops: regret")]
+    assert line in again
+    assert len(load(tmp_path / "results.json").rows) == len(data["rows"])
+
+
+def test_shapes_by_hand_leave_the_matrices_out(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    run(f"bench regret --op linear_silu --shape 3x8x16 --dtype fp32 --device cpu --json {path}")
+    (row,) = json.loads(path.read_text())["rows"]
+    assert (row["M"], row["N"], row["K"]) == (3, 8, 16)
+
+
+def test_beside_other_suites_regret_takes_the_ops_that_it_knows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("gristmill.bench.runner.Runner.run", lambda *_: None)
+    monkeypatch.setattr("gristmill.bench.regret.run", lambda points, *_: seen.append(points))
+    words = "--shape 4x8 --peers none --device cpu"
+    run(f"bench layer_norm regret --op add_layer_norm {words}")
+    assert seen == []
+    run(f"bench layer_norm regret --op add_layer_norm --op layer_norm {words}")
+    assert [[str(point) for point in points] for points in seen] == [["layer_norm 4x8 bfloat16"]]
+
+
+def test_an_op_without_regret_is_told() -> None:
+    result = CliRunner().invoke(app, ["bench", "regret", "--op", "add_layer_norm"])
+    assert result.exit_code == 2
+    assert "unknown op 'add_layer_norm'" in result.output

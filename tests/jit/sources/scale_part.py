@@ -1,0 +1,6 @@
+import triton
+
+
+@triton.jit
+def scaled(value, factor):
+    return value * factor

@@ -1,0 +1,48 @@
+"""The kernels of rows that must not depend on the batch, compiled, within their limits.
+
+Odd lengths have kernels of their own then: their rows go by narrow vectors, not by ragged ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from test_compile_archs import (
+    COLUMNS,
+    LONG_COLUMNS,
+    MIXES,
+    SOURCES,
+    _check_compiled,
+    _launches,
+    compiler,  # noqa: F401 - a fixture
+)
+
+import gristmill
+from gristmill.select.device import KNOWN
+
+ODD_COLUMNS = (1, 100, 127, 1001, 10001, 50257, 262143)
+
+
+@pytest.fixture(autouse=True)
+def _invariant() -> Iterator[None]:
+    with gristmill.batch_invariant():
+        yield
+
+
+@pytest.mark.parametrize("arch", KNOWN)
+def test_every_launch_fits_the_device(arch: str) -> None:
+    misfits = [
+        f"{launch}: {reason}"
+        for mix in MIXES.values()
+        for launch in _launches(arch, mix, (*COLUMNS, *LONG_COLUMNS, *ODD_COLUMNS))
+        if (reason := launch.misfit()) is not None
+    ]
+    assert not misfits
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
+@pytest.mark.parametrize("source", SOURCES)
+def test_kernels_of_odd_lengths_compile_within_limits(arch: str, source: str) -> None:
+    _check_compiled(arch, source, MIXES["bf16"], ODD_COLUMNS)

@@ -1,0 +1,60 @@
+"""What the tests of tuning share: times known beforehand, and a look into tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gristmill.ops.registry import OPS
+from gristmill.select.device import device_of
+from gristmill.select.table import Table
+from gristmill.select.tables import user_table_path
+from gristmill.select.timing import Timing
+
+Times = Callable[[str, int], float]
+
+N = 32
+
+
+def fake_times(monkeypatch: pytest.MonkeyPatch, times: Times) -> list[tuple[int, list[str]]]:
+    """Let `times(candidate, rows)` be what is measured; gives a list of what was asked to run.
+
+    The functions do run once, on the arguments that they would be timed on.
+    """
+    asked: list[tuple[int, list[str]]] = []
+
+    def time_interleaved(
+        functions: dict[str, Any], sets: list[Any], **options: Any
+    ) -> dict[str, Timing]:
+        rows = next(value for value in sets[0] if isinstance(value, torch.Tensor)).shape[0]
+        asked.append((rows, list(functions)))
+        for function in functions.values():
+            function(*sets[0])
+        return {name: Timing(times(name, rows), 0.0, 9, "wall") for name in functions}
+
+    monkeypatch.setattr("gristmill.select.tuning.time_interleaved", time_interleaved)
+    return asked
+
+
+def user_table() -> Table:
+    """What the user's file for the CPU holds."""
+    return Table.load(user_table_path(device_of("cpu")))
+
+
+def table_rows(path: Path | None = None) -> dict[str, str]:
+    """The words of a table: "rms_norm rows=64" -> the variant that won there."""
+    table = user_table() if path is None else Table.load(path)
+    return {" ".join(row.key.split(" ")[:2]): row.variant for row in table.rows.values()}
+
+
+def chosen(op_name: str, rows: int, columns: int = N) -> str:
+    """The variant that a call of that shape would run now, on the CPU."""
+    from gristmill.select.chooser import ranked
+
+    op = OPS[op_name]
+    args = op.example((rows, columns), torch.bfloat16, "cpu")
+    return ranked(op.name, op.variants, op.problem(*args))[0].variant.name
