@@ -65,8 +65,7 @@ class MatmulConfig:
 
     `group` rows of tiles are walked together, for L2. `split_k` programs share a tile. `swap`: the
     product is computed transposed, for few rows. `parts`: pieces in which a persistent program
-    stores a tile. `specialize`: it has warps that only load, beside `warps` and as many more that
-    multiply. `early`: kernels overlap at their ends: this one asks for its first tiles of B
+    stores a tile. `early`: kernels overlap at their ends: this one asks for its first tiles of B
     before the one before it has ended, and lets the next one do the same.
     """
 
@@ -79,7 +78,6 @@ class MatmulConfig:
     split_k: int = 1
     swap: bool = False
     parts: int = 1
-    specialize: bool = False
     early: bool = False
 
 
@@ -125,7 +123,7 @@ def _ordered(kind: str, product: Product, device: Device) -> tuple[Candidate, ..
             replace(config, early=_is_early(kind, product, config, device)),
             estimate(kind, product, product.rows, config, device),
         )
-        for config in dict.fromkeys(_all(kind, product, product.rows, device))
+        for config in dict.fromkeys(_all(kind, product, product.rows))
         if shared_bytes(kind, config, itemsize) <= device.shared_per_block
         and _accumulators(config) <= _most_accumulators(config, product, device)
         and (product.a_aligned or _elements(config) <= _ELEMENTS)
@@ -215,8 +213,7 @@ def shared_bytes(kind: str, config: MatmulConfig, itemsize: int) -> int:
 def _resident(kind: str, config: MatmulConfig, itemsize: int, device: Device) -> int:
     by_shared = (device.shared_per_block + _SHARED_RESERVED) // shared_bytes(kind, config, itemsize)
     registers = min(255, 44 + _accumulators(config))
-    warps = 3 * config.warps if config.specialize else config.warps
-    by_registers = _REGISTERS // (registers * 32 * warps)
+    by_registers = _REGISTERS // (registers * 32 * config.warps)
     return max(1, min(by_shared, by_registers))
 
 
@@ -254,17 +251,16 @@ def _wgmma(config: MatmulConfig) -> bool:
 
 
 def _accumulators(config: MatmulConfig) -> int:
-    groups = 2 if config.specialize else 1  # of `warps` warps, which share the tile
-    return config.block_m * config.block_n // (32 * config.warps * groups)
+    return config.block_m * config.block_n // (32 * config.warps)
 
 
-def _all(kind: str, product: Product, rows: int, device: Device) -> Iterator[MatmulConfig]:
+def _all(kind: str, product: Product, rows: int) -> Iterator[MatmulConfig]:
     """Every config of a kind whose tiles are not mostly empty."""
     if product.dtype.itemsize == 4:
         yield from _all_fp32(kind, product, rows)
         return
     if kind == "persistent":
-        yield from _all_persistent(product, rows, device.capability[0])
+        yield from _all_persistent(product, rows)
         return
     splits = (1,) if kind == "tiles" else (2, 4, 8, 16)
     tall = max(16, _power_above(rows))
@@ -284,7 +280,7 @@ def _all(kind: str, product: Product, rows: int, device: Device) -> Iterator[Mat
             yield MatmulConfig(block_m, block_n, block_k, stages, 4, split_k=split, swap=True)
 
 
-def _all_persistent(product: Product, rows: int, capability: int) -> Iterator[MatmulConfig]:
+def _all_persistent(product: Product, rows: int) -> Iterator[MatmulConfig]:
     for (block_m, block_n, warps), block_k, stages, parts in itertools.product(
         (
             (64, 128, 4),
@@ -306,9 +302,6 @@ def _all_persistent(product: Product, rows: int, capability: int) -> Iterator[Ma
         if block_n // parts < 64:
             continue
         yield MatmulConfig(block_m, block_n, block_k, stages, warps, parts=parts)
-        # Triton 3.6 cannot give the warps their shares of a tile that is stored in parts.
-        if block_m >= 128 and parts == 1 and capability == 9:
-            yield MatmulConfig(block_m, block_n, block_k, stages, 4, parts=parts, specialize=True)
 
 
 def _all_fp32(kind: str, product: Product, rows: int) -> Iterator[MatmulConfig]:

@@ -120,7 +120,6 @@ def persistent_program(product: Product, config: MatmulConfig, device: Device) -
         "GROUP": config.group,
         "PARTS": config.parts,
         "B_TRANSPOSED": product.b_strides[1] == 1,
-        "SPECIALIZE": config.specialize,
         "ACTIVATION": product.activation,
         "DEPENDENT": is_dependent(device),
         "EMULATED": False,

@@ -53,6 +53,13 @@ class TritonMatmul(Variant):
     config_type = MatmulConfig
 
     def supports(self, problem: Problem) -> str | None:
+        reason = self.unable(problem)
+        if reason is None and not self._candidates(problem.asked()):
+            return "the product is too small to be cut that way"
+        return reason
+
+    def unable(self, problem: Problem) -> str | None:
+        """Why the kernel cannot compute `problem`, whatever its config."""
         device = problem.device
         if device.kind != "cuda":
             return f"needs a CUDA device, not {device.kind}"
@@ -194,8 +201,8 @@ class TritonPersistent(TritonMatmul):
     summary = "programs that stay and make tile after tile, fed by TMA (sm_90 and up)"
     kind = "persistent"
 
-    def supports(self, problem: Problem) -> str | None:
-        reason = super().supports(problem)
+    def unable(self, problem: Problem) -> str | None:
+        reason = super().unable(problem)
         if reason is not None:
             return reason
         product: Product = problem.layout
