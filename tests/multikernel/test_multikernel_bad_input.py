@@ -57,6 +57,12 @@ SCHEMA = "(Tensor x, Tensor y) -> Tensor"
         ({"batch_invariant": ["b"]}, ArgumentError, r"batch_invariant names 'b', .*there are: a"),
         ({"fake": kernel}, ArgumentError, r"fake is given without schema"),
         ({"schema": SCHEMA}, ArgumentError, r"schema is given without fake"),
+        (
+            {"schema": f".out{SCHEMA}", "fake": kernel},
+            ArgumentError,
+            r"schema must begin with the arguments in parentheses.*got '\.out",
+        ),
+        ({"schema": f"2{SCHEMA}", "fake": kernel}, ArgumentError, r"schema must begin with"),
         ({"schema": 5, "fake": kernel}, DtypeError, r"schema must be a string, got int"),
         ({"schema": SCHEMA, "fake": 5}, DtypeError, r"fake must be callable, got int"),
         ({"schema": "(x)", "fake": kernel}, ArgumentError, r"schema must read like .*got '\(x\)'"),

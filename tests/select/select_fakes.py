@@ -53,6 +53,7 @@ class Fake(Variant):
         work: Callable[..., Any] | None = None,
     ) -> None:
         self.name = name
+        self.is_reference = name == "reference"
         self.refusal = refusal
         self.failure = failure
         self.source = source

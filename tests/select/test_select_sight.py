@@ -51,6 +51,17 @@ def test_one_row_serves_its_bucket_and_later_plans(first_call: Any, tuned: list[
     assert len(tuned) == 2
 
 
+def test_no_rows_are_no_measure_of_one(first_call: Any, tuned: list[str]) -> None:
+    """They share a bucket, as where an expert gets no tokens."""
+    first_call()
+    assert norm(0).shape == (0, 64)
+    with gristmill.tune() as report:
+        norm(0)
+    assert (tuned, report.outcomes) == ([], [])
+    norm(1)
+    assert in_file().rows[KEY.replace("rows=16", "rows=1")].rows == 1
+
+
 def test_another_process_uses_the_row(first_call: Any) -> None:
     """The slower of the two, so that it is not what would have run anyway."""
     first_call()

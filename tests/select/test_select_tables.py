@@ -12,7 +12,7 @@ from select_fakes import H200, Config, Fake, problem, row_of, table_of
 
 from gristmill.errors import TableError
 from gristmill.select import Device, Row, Table, reset_tables, tables, tables_for
-from gristmill.select.table import row_to_json
+from gristmill.select.table import row_from_json, row_to_json
 from gristmill.select.tables import TableSource, slug, user_table_path
 from gristmill.settings import reload_settings
 
@@ -70,6 +70,18 @@ def test_save_keeps_other_rows_and_replaces_its_own(tmp_path: Path) -> None:
     table_of(measured(rows=64, us=3.0)).save(path)
     loaded = Table.load(path)
     assert [row.us for row in loaded.rows.values()] == [10.5, 3.0]
+
+
+def test_save_writes_nothing_that_is_there_already(tmp_path: Path) -> None:
+    """Each rank of a job keeps what one of them has measured, often in one file."""
+    path = tmp_path / "h200.json"
+    table_of(measured()).save(path)
+    before = path.stat().st_ino
+    told = row_from_json(row_to_json(measured()))
+    table_of(told).save(path)
+    assert path.stat().st_ino == before
+    table_of(replace(told, us=1.5)).save(path)
+    assert [row.us for row in Table.load(path).rows.values()] == [1.5]
 
 
 def test_save_refuses_the_table_of_another_gpu_and_leaves_it(tmp_path: Path) -> None:
@@ -160,6 +172,7 @@ def broken(**changes: Any) -> dict[str, Any]:
     ("text", "message"),
     [
         ("{", "is not JSON"),
+        pytest.param("[" * 100_000, "is not JSON", id="deep"),
         ("[]", "must be a JSON object"),
         (json.dumps({**GOOD, "schema": 1}), "schema 1, this version reads 2"),
         (json.dumps({**GOOD, "gpu": None}), "'gpu' must be a str"),
@@ -231,9 +244,9 @@ def test_a_bad_user_table_is_ignored_with_one_warning(
     assert "ignored" in record.getMessage()
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package folder of our own, to ship tables in."""
+    """A package folder of our own, to ship tables in; those of the package take no part here."""
     monkeypatch.setattr(tables.resources, "files", lambda package: tmp_path)
     return tmp_path / "tables"
 

@@ -59,7 +59,8 @@ class PretendedDevice:
                 device.us += LAUNCH_US + sum(self.kernels)
 
         @contextmanager
-        def graph(target: Graph, stream: object) -> Iterator[None]:
+        def graph(target: Graph, stream: object, capture_error_mode: str) -> Iterator[None]:
+            assert capture_error_mode == "thread_local"  # or no other thread could allocate
             device.recording = target.kernels
             try:
                 yield

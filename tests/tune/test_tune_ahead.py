@@ -315,6 +315,7 @@ def test_a_shape_is_tried_even_where_its_hint_does_not_fit(
     [
         (torch.OutOfMemoryError("too much"), "does not fit into the memory"),
         (RuntimeError("no such luck"), "RuntimeError: no such luck"),
+        (AssertionError("nor that"), "AssertionError: nor that"),
     ],
 )
 def test_one_problem_that_fails_does_not_stop_the_others(

@@ -102,13 +102,15 @@ def test_real_times(run: Run) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("tune no_such_op", "unknown op 'no_such_op': there are rms_norm"),
+        ("tune no_such_op", "gristmill: unknown op 'no_such_op': there are rms_norm"),
+        ("tables no_such_op", "gristmill: unknown op 'no_such_op': there are rms_norm"),
         ("tune rms_norm --shape 4xx", "is not a shape"),
         ("tune rms_norm --hints 1,x", "--hints '1,x': write numbers of rows"),
         ("tune rms_norm --hints 0", "--hints '0': write numbers of rows"),
         ("tune --recorded /no/such/file", "/no/such/file: cannot be read"),
-        ("tune --recorded a --shape 1x1", "--recorded has shapes and dtypes of its own"),
+        ("tune --recorded a --shape 1x1", "--recorded has arguments of its own"),
         ("tune rms_norm --device cuda:7x", "is not a device"),
+        ("tune rms_norm --device meta", "'meta' is not a device for this: write cuda, cuda:1 or"),
     ],
 )
 def test_a_wrong_command_line_is_one_line(run: Run, line: str, message: str) -> None:

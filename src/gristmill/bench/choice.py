@@ -17,13 +17,12 @@ from typing import Any
 
 import torch
 
-import gristmill
 from gristmill.bench.families import KINDS, Family
 from gristmill.bench.fresh import in_fresh_process
 from gristmill.bench.results import OURS, Results, Row
 from gristmill.bench.suites import written
 from gristmill.errors import GristmillError
-from gristmill.ops.registry import OPS
+from gristmill.multikernel import MultiKernel
 from gristmill.select.chooser import resolve
 from gristmill.select.device import device_of
 from gristmill.select.sight import table_key
@@ -46,7 +45,7 @@ Advance = Callable[[str], None]
 
 
 def steps() -> int:
-    return 2 * len(_there(_LOOKED_UP)) + 1 + len(_there(_TUNED))
+    return 2 * len(_LOOKED_UP) + 1 + len(_TUNED)
 
 
 def run(
@@ -58,24 +57,21 @@ def run(
     repeats: int = 3,
 ) -> None:
     """Measure everything; `advance` is told about each step before it starts."""
-    looked_up = [_family(name, dtype, device) for name in _there(_LOOKED_UP)]
+    looked_up = [_family(name, dtype, device) for name in _LOOKED_UP]
     for family in looked_up:
         advance(f"choice: lookup, {family}")
         us = lookup_us(family, device)
         results.add([_row(family, _ROWS, "lookup on every call", us=us, limit=LOOKUP_US)])
     advance("choice: MultiKernel")
     added = multikernel_us(device)
-    if added is not None:
-        head = {"suite": "choice", "op": "MultiKernel", "dtype": dtype, "M": 16, "N": 64}
-        what = "a call beyond the bare function"
-        results.add(
-            [{**head, "impl": OURS, "error": None, **_cost(what, us=added, limit=LOOKUP_US)}]
-        )
+    head = {"suite": "choice", "op": "MultiKernel", "dtype": "float32", "M": 16, "N": 64}
+    what = "a call beyond the bare function"
+    results.add([{**head, "impl": OURS, "error": None, **_cost(what, us=added, limit=LOOKUP_US)}])
     for family in looked_up:
         advance(f"choice: first choice, {family}")
         us = first_choice_us(family, device)
         results.add([_row(family, _BUCKET[0], "first choice, by a table", us=us)])
-    for name in _there(_TUNED):
+    for name in _TUNED:
         family = _family(name, dtype, device)
         advance(f"choice: first-call tuning, {family}")
         results.add(list(tuning_rows(family, device, repeats)))
@@ -94,12 +90,9 @@ def lookup_us(family: Family, device: torch.device) -> float:
     return _beyond(lambda *args: get(key(*args)), lambda *args: None, args)
 
 
-def multikernel_us(device: torch.device) -> float | None:
+def multikernel_us(device: torch.device) -> float:
     """Host time that a MultiKernel of two tensors adds to the function that it picks."""
-    kind: Any = getattr(gristmill, "MultiKernel", None)
-    if kind is None:
-        return None
-    kernel = kind("bench_choice", {"first": _first, "second": _second})
+    kernel = MultiKernel("bench_choice", {"first": _first, "second": _second})
     args = (torch.zeros(16, 64, device=device), torch.zeros(16, 64, device=device))
     kernel(*args)
     return _beyond(kernel, _first, args)
@@ -196,10 +189,6 @@ def _family(name: str, dtype: str, device: torch.device) -> Family:
     kind = KINDS[name]
     dims = (kind.quick if device.type == "cuda" else kind.cpu)[0]
     return Family(name, dims, dtype)
-
-
-def _there(names: tuple[str, ...]) -> list[str]:
-    return [name for name in names if KINDS[name].op in OPS]
 
 
 def _row(family: Family, rows: int, what: str, **cost: float | None) -> Row:

@@ -148,8 +148,7 @@ def points(
     Of `shapes` those of three numbers are MxNxK for products, and rows of all leading dims for the
     others; for products two numbers are MxK, with N = K.
     """
-    there = [name for name, kind in KINDS.items() if kind.op in OPS]
-    chosen = [known("op", name, there) for name in names] or there
+    chosen = [known("op", name, list(KINDS)) for name in names] or list(KINDS)
     found: list[Point] = []
     for dtype in [known("dtype", dtype, DTYPES) for dtype in dtypes] or ["bfloat16"]:
         for name in chosen:

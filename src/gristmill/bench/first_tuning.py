@@ -41,7 +41,7 @@ def _tuned(family: Family, rows: int, device: torch.device, most: int) -> dict[s
     # This process's own copy of the op: with no more variants than the question is about.
     able = [one for one in op.variants if refusal(one, problem) is None]
     if device.type == "cuda":
-        able = [one for one in able if one.name != "reference"] or able
+        able = [one for one in able if not one.is_reference] or able
     every, op.variants = op.variants, tuple(able[:most])
     before = counters()["compiles"]
     _synchronize(device)

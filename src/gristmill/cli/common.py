@@ -91,6 +91,8 @@ def torch_device(name: str | None) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ArgumentError(f"{name!r} is not a device: write cuda, cuda:1 or cpu") from error
+    if device.type not in ("cuda", "cpu"):
+        raise ArgumentError(f"{name!r} is not a device for this: write cuda, cuda:1 or cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ArgumentError(
             f"there is no device {name!r}: torch sees {torch.cuda.device_count()} GPUs"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -47,6 +48,8 @@ def run_first(
         except Exception as error:
             if choice.source == "forced" or _versions(found) != before:
                 raise
+            # Or what it had made so far would be there while the next one runs.
+            traceback.clear_frames(error.__traceback__)
             errors[choice.variant.name] = error
             count_fallback(name, choice.variant.name)
             logger.info(
@@ -59,8 +62,12 @@ def run_first(
             )
             continue
         remember_failures(kernels, problem, errors)
+        errors.clear()  # they know this frame: the two would keep each other, and the tensors here
         return function, result
-    raise next(iter(errors.values()))
+    try:
+        raise next(iter(errors.values()))
+    finally:
+        errors.clear()
 
 
 def remember_failures(

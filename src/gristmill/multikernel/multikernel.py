@@ -26,6 +26,7 @@ from gristmill.multikernel.problem import (
     describe_call,
     leaves,
     mixed_layouts,
+    tensors_of,
 )
 from gristmill.multikernel.routes import Route, kind_of, write_route
 from gristmill.multikernel.variant import UserKernel
@@ -211,7 +212,7 @@ class MultiKernel:
 
     def forget_plans(self) -> None:
         """Make every choice anew: after settings or tables have changed."""
-        self._plans.clear()
+        self._plans = {}
 
     def forget_failures(self) -> None:
         """Try again what has failed."""
@@ -274,11 +275,13 @@ class MultiKernel:
         except _NO_PLAN:
             route = None
         if route is None:
-            return (token(), self.problem(*args, **kwargs))
+            problem = self.problem(*args, **kwargs)
+            return (token(), problem.layout.grad, problem)
         self._routes[_shape(args, kwargs)] = route
         return key
 
     def _first_call(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        plans = self._plans  # those of now: what is forgotten meanwhile is not brought back
         found = leaves(self.named(args, kwargs))
         problem = self._problem(found, args, kwargs)
         sight.note(problem, self._bound(args, kwargs))
@@ -286,9 +289,9 @@ class MultiKernel:
         if sum(kernel.supports(problem) is None for kernel in self.variants) > 1:
             self.see(problem, found, args, kwargs)
         function, result = run_first(self.name, self.variants, problem, found, args, kwargs)
-        if len(self._plans) >= PLANS_KEPT:
-            self._plans.clear()
-        self._plans[key] = function
+        if len(plans) >= PLANS_KEPT:
+            plans.clear()
+        plans[key] = function
         return result
 
     def see(
@@ -320,7 +323,7 @@ class MultiKernel:
             self.hints,
             words=words,
             any_dim=self._user_key is not None,
-            details=Details(refusals),
+            details=Details(refusals, grad=needs_grad(*(one for _, one in tensors_of(found)))),
         )
         deterministic, invariant = are_deterministic(), is_batch_invariant()
         if deterministic or invariant:

@@ -55,10 +55,12 @@ class Details:
     """What a plan needs beyond the problem: why kernels cannot run this call, as far as is known.
 
     `refusals`: what the user's predicates say. `failed`: what kernels raised while they were timed.
+    `grad`: autograd looks on, so that a kernel which writes in place may be refused.
     """
 
     refusals: Mapping[str, str] = field(default_factory=dict)
     failed: dict[str, Exception] = field(default_factory=dict)
+    grad: bool = False
 
 
 @dataclass(frozen=True)

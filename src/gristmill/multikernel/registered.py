@@ -63,6 +63,11 @@ def checked_schema(
             f'{where}: schema must read like "(Tensor x, Tensor(a!) y, float eps) -> Tensor", '
             f"got {schema!r}: {error}"
         ) from error
+    if not schema.lstrip().startswith("("):
+        raise ArgumentError(
+            f"{where}: schema must begin with the arguments in parentheses, as the name is that "
+            f"of the MultiKernel, got {schema!r}"
+        )
     written = written_by(parsed)
     if mutates is not None and sorted(mutates) != sorted(written):
         raise ArgumentError(
@@ -106,8 +111,8 @@ def define(name: str, schema: Any) -> Any:
     with _LOCK:
         known = _DEFINED.get(name)
         if known is None:
-            _DEFINED[name] = str(schema)
             _define(name, schema)
+            _DEFINED[name] = str(schema)
         elif known != str(schema):
             raise ArgumentError(
                 f"MultiKernel {name!r}: schema {schema} differs from that of an earlier one of "

@@ -14,6 +14,7 @@ import torch
 from torch.nn import Parameter
 
 from gristmill.multikernel.problem import PLAIN_VALUES
+from gristmill.ops.direct import needs_grad
 from gristmill.ops.op import are_deterministic
 from gristmill.select.overrides import token
 
@@ -37,50 +38,63 @@ def write_route(
 ) -> Route:
     """The route of calls like this one; TypeError for names that cannot be written out.
 
+    Its own names end with an underscore, so that no keyword of the call hides them.
     `key`: the user's own; where it gives a tuple, values of arguments do not count.
     """
     positional = [f"argument_{at}_" for at in range(len(args))]
-    if set(positional) & set(kwargs) or not all(name.isidentifier() for name in kwargs):
+    if not all(name.isidentifier() and not name.endswith("_") for name in kwargs):
         raise TypeError(f"{list(kwargs)} cannot be written out")
     named = [*zip(positional, args, strict=True), *kwargs.items()]
-    checks, parts, values, tensors = [], [str(next(_NUMBERS)), "token()", "deterministic()"], [], []
+    checks, parts, values, tensors = (
+        [],
+        [str(next(_NUMBERS)), "token_()", "deterministic_()"],
+        [],
+        [],
+    )
     for name, value in named:
         kind = type(value)
         if kind is torch.Tensor or kind is Parameter:
-            checks.append(f"({name}.__class__ is Tensor or {name}.__class__ is Parameter)")
+            checks.append(f"({name}.__class__ is Tensor_ or {name}.__class__ is Parameter_)")
             parts.append(_TENSOR.format(name))
             tensors.append(name)
         elif value is None:
             checks.append(f"{name} is None")
         elif isinstance(value, (list, tuple, dict)):
-            parts.append(f"nested({name})")
+            parts.append(f"nested_({name})")
         elif isinstance(value, PLAIN_VALUES):
             values.append(f"{name}.__class__, {name}")
         else:
             parts.append(f"{name}.__class__")
     if tensors:
-        joined = " | ".join(f"{name}.data_ptr()" for name in tensors)
-        parts.append(f"({joined}) & 15 and alignments({', '.join(tensors)})")
+        # Nearly always all are aligned, and none is at 0, where the empty and meta tensors are.
+        joined = " | ".join(f"(at_{at}_ := {name}.data_ptr())" for at, name in enumerate(tensors))
+        somewhere = " and ".join(f"at_{at}_" for at in range(len(tensors)))
+        unusual = f"({joined}) & 15 or not ({somewhere})"
+        parts.append(f"({unusual}) and places_({', '.join(tensors)})")
+        wanted = " or ".join(f"{name}.requires_grad" for name in tensors)
+        parts.append(f"grad_() and ({wanted})")
     if key is None:
         parts += values
     else:
         passed = ", ".join([*positional, *(f"{name}={name}" for name in kwargs)])
-        parts.append(f"sized(key({passed}), ({''.join(f'{one}, ' for one in values)}))")
+        parts.append(f"sized_(key_({passed}), ({''.join(f'{one}, ' for one in values)}))")
     head = ", ".join([*positional, *(["*", *kwargs] if kwargs else [])])
     body = " and ".join([*checks, f"({', '.join(parts)},)"])
     names = {
-        "Tensor": torch.Tensor,
-        "Parameter": Parameter,
-        "token": token,
-        "deterministic": are_deterministic,
-        "nested": nested,
-        "alignments": _alignments,
-        "sized": _sized,
-        "key": key,
+        "Tensor_": torch.Tensor,
+        "Parameter_": Parameter,
+        "token_": token,
+        "deterministic_": are_deterministic,
+        "grad_": torch.is_grad_enabled,
+        "nested_": nested,
+        "places_": _places,
+        "sized_": _sized,
+        "key_": key,
     }
-    if set(names) & set(kwargs):
-        raise TypeError(f"{list(kwargs)} would hide what the route calls")
-    route: Route = eval(f"lambda {head}: {body}", names)
+    try:
+        route: Route = eval(f"lambda {head}: {body}", names)
+    except SyntaxError as error:  # a keyword of Python
+        raise TypeError(f"{list(kwargs)} cannot be written out") from error
     return route
 
 
@@ -90,8 +104,8 @@ def nested(value: Any) -> Hashable:
         if type(value) is not torch.Tensor and type(value) is not Parameter:
             raise TypeError("a tensor of another kind: its metadata does not say all")
         strides = value.is_contiguous() or value.stride()
-        device, alignment = value.get_device(), value.data_ptr() & 15
-        return (value.dtype, value.shape, strides, device, alignment)
+        device, place = value.get_device(), _places(value)
+        return (value.dtype, value.shape, strides, device, place, needs_grad(value))
     if isinstance(value, dict):
         return ("dict", *value, *map(nested, value.values()))
     if isinstance(value, (list, tuple)):
@@ -101,8 +115,9 @@ def nested(value: Any) -> Hashable:
     return (type(value),)
 
 
-def _alignments(*tensors: torch.Tensor) -> tuple[int, ...]:
-    return tuple(tensor.data_ptr() & 15 for tensor in tensors)
+def _places(*tensors: torch.Tensor) -> Hashable:
+    """Alignments, and which tensors have no memory: these have the same index as the CPU's."""
+    return tuple((tensor.data_ptr() & 15, tensor.is_meta) for tensor in tensors)
 
 
 def _sized(key: Any, values: tuple[Any, ...]) -> Hashable:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from gristmill.errors import ArgumentError
 from gristmill.multikernel.problem import CallProblem, Leaf, tensors_of
 from gristmill.multikernel.variant import UserKernel
 from gristmill.ops.direct import PLAIN, is_transformed
@@ -33,9 +34,14 @@ def note(problem: CallProblem, bound: inspect.BoundArguments | None) -> None:
 
 
 def recorded_call(
-    values: Sequence[Any], signature: inspect.Signature
+    name: str, values: Sequence[Any], signature: inspect.Signature
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call from the values that `note` has written down."""
+    if len(values) != len(signature.parameters):
+        raise ArgumentError(
+            f"MultiKernel {name!r}: a call was recorded with {len(values)} arguments, but the "
+            f"kernels take {signature}; record it anew"
+        )
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     for parameter, value in zip(signature.parameters.values(), values, strict=True):
@@ -69,7 +75,8 @@ def see(
     if settings().tune == "off" and region_here() is None:
         first_sight(name, kernels, problem, given)
         return
-    with kept_buffers(_modules([kernel.function for kernel in kernels], found)):
+    modules = _modules([kernel.function for kernel in kernels], found)
+    with kept_buffers(modules), _kept_generators(found):
         first_sight(name, kernels, problem, given, written=range(len(given)))
 
 
@@ -84,12 +91,30 @@ def _modules(
 
 @contextmanager
 def kept_buffers(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Buffers (running statistics) are afterwards as they were before."""
-    buffers = {id(buffer): buffer for module in modules for buffer in module.buffers()}
+    """Buffers (running statistics) are afterwards as they were before, also where a module has put
+    another tensor in the place of one.
+    """
+    owners = {id(owner): owner for module in modules for owner in module.modules()}
+    held = [(owner, dict(owner._buffers)) for owner in owners.values()]
+    buffers = {id(one): one for _, those in held for one in those.values() if one is not None}
     saved = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
     try:
         yield
     finally:
+        for owner, those in held:
+            owner._buffers.update(those)
         for buffer, values in saved:
             # Through `data`, which counts no write: for autograd nothing has changed.
             buffer.data.copy_(values)
+
+
+@contextmanager
+def _kept_generators(found: Sequence[Leaf]) -> Iterator[None]:
+    """Generators among the arguments go on as if nothing had drawn from them."""
+    generators = [value for _, value in found if isinstance(value, torch.Generator)]
+    saved = [(generator, generator.get_state()) for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in saved:
+            generator.set_state(state)

@@ -12,7 +12,7 @@ from gristmill.errors import ArgumentError, TableError, VariantUnavailable
 from gristmill.multikernel.problem import leaves, sized_places
 from gristmill.multikernel.sight import may_tune, recorded_call
 from gristmill.select.device import Device, device_of
-from gristmill.select.overrides import active, tuning
+from gristmill.select.overrides import active, is_batch_invariant, tuning
 from gristmill.select.problem import bucket
 from gristmill.select.record import read_recording, rebuilt
 from gristmill.select.sight import Region, close_region, is_capturing, open_region, spoken_for
@@ -53,6 +53,10 @@ def _check(one: MultiKernel, device: Device, possible: bool) -> None:
     forced = active().get(one.name)
     if forced is not None:
         raise VariantUnavailable(f"{where}: {forced!r} is asked for by name, so there is no choice")
+    if is_batch_invariant():
+        raise VariantUnavailable(
+            f"{where}: under batch_invariant() a choice asks no row that is measured; tune outside"
+        )
     if is_capturing(device):
         raise VariantUnavailable(f"{where}: nothing can be timed while a CUDA graph is captured")
     if not possible:
@@ -103,7 +107,7 @@ def tune_recorded(one: MultiKernel, path: Path, device: torch.device | str | Non
     for recorded in read_recording(path):
         if recorded.op != one.table_name or one.signature is None:
             continue
-        args, kwargs = recorded_call(rebuilt(recorded, where, {}), one.signature)
+        args, kwargs = recorded_call(one.name, rebuilt(recorded, where, {}), one.signature)
         outcome = tune(one, args, kwargs)
         if outcome is not None:
             outcomes.append(outcome)

@@ -43,7 +43,7 @@ class UserKernel(Variant):
         # Weakly, or the two would keep each other until the next garbage collection.
         self._owner = weakref.ref(owner)
         self._batch_invariant = batch_invariant
-        self._failures: dict[tuple[str, str], str] = {}
+        self._failures: dict[tuple[str, str, bool], str] = {}
         self._lock = Lock()
 
     def supports(self, problem: Problem) -> str | None:
@@ -91,5 +91,7 @@ class UserKernel(Variant):
             self._failures.clear()
 
 
-def _place(problem: Problem) -> tuple[str, str]:
-    return problem.device.name, problem.key(Size(problem.rows))
+def _place(problem: Problem) -> tuple[str, str, bool]:
+    details = problem.layout
+    grad = isinstance(details, Details) and details.grad
+    return problem.device.name, problem.key(Size(problem.rows)), grad

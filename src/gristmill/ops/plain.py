@@ -20,6 +20,7 @@ class Reference(Variant):
 
     name = "reference"
     summary = "the formula in plain PyTorch"
+    is_reference = True
 
     def __init__(
         self,

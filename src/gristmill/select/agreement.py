@@ -174,8 +174,9 @@ def check_equal(
     done.
 
     settled: gives what ranks have agreed on in this run for an entry, in the words of `mine`, or
-    None. An entry which one of two ranks lacks, and which has this value on the other, is no
-    difference: it was tuned in this run, and read from a shared table by a rank that came later.
+    None. An entry that has this value here is no difference, whatever the first rank had: it was
+    tuned since then, because nobody had it or because it was stale, and read from a shared table
+    by this rank, which came later. Nor is one that only the first rank has, with this value.
     """
     found = entries()
     if found is None or topic in found.checked:
@@ -218,13 +219,12 @@ def _compare(
         here, there = mine.get(name), theirs.get(name)
         if here == there:
             continue
-        if settled is not None and (here is None or there is None):
+        if settled is not None:
             value = settled(name)
-            if value is not None and value in (here, there):
+            if value is not None and value == (there if here is None else here):
                 continue
         differing.append(
-            f"{name}: {'nothing' if there is None else there} on rank {rank}, "
-            f"{'nothing' if here is None else here} on rank {found.rank}"
+            f"{name}: {there or 'nothing'} on rank {rank}, {here or 'nothing'} on rank {found.rank}"
         )
     if differing:
         more = len(differing) - _SHOWN

@@ -8,7 +8,7 @@ part of the problem.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,21 +88,23 @@ def _copied(args: Sequence[Any]) -> Arguments:
     tensors: dict[int, torch.Tensor] = {}
     _collect(args, tensors)
     memories = _memories([one for one in tensors.values() if one.layout == torch.strided])
+    copies = {key: _copied_tensor(one, memories) for key, one in tensors.items()}
+    return tuple(_replaced(value, copies) for value in args)
 
-    def copied(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            if id(value) not in copies:
-                copies[id(value)] = _copied_tensor(value, memories)
-            return copies[id(value)]
-        if isinstance(value, (tuple, list)):
-            items = [copied(item) for item in value]
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        if isinstance(value, dict):
-            return {key: copied(item) for key, item in value.items()}
-        return value
 
-    copies: dict[int, torch.Tensor] = {}
-    return tuple(copied(value) for value in args)
+def _replaced(value: Any, copies: Mapping[int, torch.Tensor]) -> Any:
+    """`value` with the copies in the place of its tensors.
+
+    No closure: one that calls itself would keep the copies until the next garbage collection.
+    """
+    if isinstance(value, torch.Tensor):
+        return copies[id(value)]
+    if isinstance(value, (tuple, list)):
+        items = [_replaced(item, copies) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        return {key: _replaced(item, copies) for key, item in value.items()}
+    return value
 
 
 def _collect(value: Any, into: dict[int, torch.Tensor]) -> None:

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import NamedTuple, cast
 
 from gristmill.errors import UnknownVariant
+from gristmill.log import warn_once
 from gristmill.settings import settings
 
 
@@ -145,7 +146,12 @@ def _entered(modes: Modes) -> Iterator[None]:
 def _from_environment() -> Mapping[str, str]:
     requested = settings().use
     for op, variant in requested.items():
-        _check(op, variant, f"GRISTMILL_USE={op}:{variant}")
+        where = f"GRISTMILL_USE={op}:{variant}"
+        if op in _REGISTRY or difflib.get_close_matches(op, list(_REGISTRY), n=1):
+            _check(op, variant, where)
+        else:
+            # It may be that of a MultiKernel which is yet to be made.
+            warn_once(where, f"{where}: there is no {op!r} (yet); there are: {_names(_REGISTRY)}")
     return requested
 
 
@@ -161,4 +167,8 @@ def _listing(word: str, names: Iterable[str]) -> str:
     known = list(names)
     close = difflib.get_close_matches(word, known, n=1)
     meant = f" (did you mean {close[0]!r}?)" if close else ""
-    return f"{meant}; there are: {', '.join(known) or 'none'}"
+    return f"{meant}; there are: {_names(known)}"
+
+
+def _names(known: Iterable[str]) -> str:
+    return ", ".join(known) or "none"

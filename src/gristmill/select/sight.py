@@ -81,6 +81,8 @@ def first_sight(
         return
     if problem.batch_invariant:
         return  # its choice asks no row that is measured here
+    if problem.rows == 0:
+        return  # no work: what is fastest at that says nothing of one row, which shares its bucket
     if op_name in active():
         return
     try:
@@ -167,20 +169,17 @@ def _tune(
                 remember(problem.device, [measured()])
         return
 
-    mine = False
-
     def decide() -> str | None:
-        nonlocal mine
         if not able:
             return None  # and then none of the ranks shall tune it in this job
         with _TUNING:
-            mine = True
             return row_to_json(measured())
 
     answer = agreement.agree(f"tune {problem.device.name} {key}", decide)
     if answer is not None:
-        # The one that has measured writes the file; the others would write the same.
-        remember(problem.device, [row_from_json(answer)], keep=mine)
+        # Each in the table that it reads: with folders of their own, ranks would else have
+        # different tables in their next run. In a shared one the first to come writes.
+        remember(problem.device, [row_from_json(answer)])
 
 
 def _is_full(device: Device) -> bool:

@@ -128,6 +128,8 @@ class Table:
                 if known.gpu != self.gpu:
                     raise TableError(f"table {path}: is for {known.gpu!r}, not for {self.gpu!r}")
                 merged = {**known.rows, **merged}
+                if merged == known.rows:
+                    return
             write_atomically(path, self._text(merged.values()))
 
     def hints(self, problem: Problem) -> tuple[int, ...]:
@@ -197,7 +199,7 @@ def parse(text: str, where: str) -> Table:
     """A table from its text; TableError, naming `where`, for anything that is not one."""
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TableError(f"table {where}: is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise TableError(f"table {where}: must be a JSON object, got {type(data).__name__}")

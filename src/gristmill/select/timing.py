@@ -263,17 +263,22 @@ class _CudaSampler:
     def _captured(self) -> torch.cuda.CUDAGraph | None:
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, stream=self._stream):
+            with self._capturing(graph):
                 self._run()
         except Exception:
             # Whatever cannot be captured in it, the candidate has run: it is timed by events. A
             # capture that fails can leave torch's random generator believing that one is under
             # way; one that succeeds sets it right.
             torch.cuda.synchronize()
-            with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream):
+            with self._capturing(torch.cuda.CUDAGraph()):
                 self._sweep[:1].zero_()
             return None
         return graph
+
+    def _capturing(self, graph: torch.cuda.CUDAGraph) -> torch.cuda.graph:
+        # Of this thread's work alone: others may allocate meanwhile, which a global capture forbids
+        # them.
+        return torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local")
 
 
 def _timing(times: Sequence[float], method: str) -> Timing:

@@ -8,6 +8,7 @@ Everything runs on copies, under no_grad and with the random generators put back
 from __future__ import annotations
 
 import datetime
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -109,6 +110,7 @@ def measure(
         # Only what took part in the last round is compared: times of one round are of one moment.
         last: dict[str, Timing] = {}
         _time({name: functions[name] for name in finalists}, sets, _FINAL_SAMPLES, last, errors)
+    sets.clear()  # an error that is raised here knows this frame
     if not last:
         raise errors.get(incumbent) or next(iter(errors.values()))
     order = sorted(last, key=lambda name: last[name].us)
@@ -178,7 +180,7 @@ def candidates(
     """
     allowed = [variant for variant in variants if refusal(variant, problem) is None]
     if problem.device.kind == "cuda":
-        fast = [variant for variant in allowed if variant.name != "reference"]
+        fast = [variant for variant in allowed if not variant.is_reference]
         allowed = fast or allowed
     asked = problem.asked()
     found = [incumbent]
@@ -228,6 +230,8 @@ def _time(
             timings[name] = result
         else:
             errors[name] = result
+            # Or the copies would live as long as the error, which knows the frames that hold them.
+            traceback.clear_frames(result.__traceback__)
             logger.debug("tuning: %s failed: %s", name, result)
 
 

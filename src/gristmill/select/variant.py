@@ -17,12 +17,13 @@ class Variant(ABC):
 
     Subclasses set `name` and `summary` (one line, for `explain` and the docs) and, where a launch
     has something to choose, `config_type`: a frozen dataclass of plain values, so that a table can
-    hold it.
+    hold it. `is_reference`: it is there to be right, not fast.
     """
 
     name: str
     summary: str
     config_type: ClassVar[type | None] = None
+    is_reference: bool = False
 
     @abstractmethod
     def supports(self, problem: Problem) -> str | None:

@@ -216,7 +216,8 @@ class _Run:
             return self._tuned(op, size, hint)
         except torch.OutOfMemoryError:
             self._report.notes.append(f"{key}: does not fit into the memory of the device")
-        except (GristmillError, RuntimeError) as error:
+        except Exception as error:
+            # Of any kind: what compilers and libraries raise must not end a run of hours.
             self._report.notes.append(f"{key}: {type(error).__name__}: {error}")
             self._check_device(key, error)
         finally:

@@ -128,7 +128,7 @@ def plan_by_recording(recorded: Iterable[Recorded], device: Device, *, split: bo
 
 def known_op(name: str) -> Op:
     if name not in OPS:
-        raise ArgumentError(f"tune: unknown op {name!r}: there are {', '.join(OPS)}")
+        raise ArgumentError(f"unknown op {name!r}: there are {', '.join(OPS)}")
     return OPS[name]
 
 

@@ -41,7 +41,10 @@ class TuneReport:
 
     def __str__(self) -> str:
         if not self.outcomes:
-            return "nothing was tuned: there was nothing to choose, or a table knew it already"
+            return (
+                "nothing was tuned: there was nothing to choose, a table knew it already, or "
+                "another rank has measured it"
+            )
         return "\n".join([*lines(self.outcomes), summary(self.outcomes)])
 
 
