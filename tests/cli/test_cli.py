@@ -50,7 +50,9 @@ def test_version(run: Run) -> None:
     assert (result.exit_code, result.stdout) == (0, f"gristmill {gristmill.__version__}\n")
 
 
-@pytest.mark.parametrize("command", ["doctor", "explain", "warmup", "tune", "tables", "cache", "bench"])
+@pytest.mark.parametrize(
+    "command", ["doctor", "explain", "warmup", "tune", "tables", "cache", "bench"]
+)
 def test_every_command_has_help(run: Run, command: str) -> None:
     assert command in run("--help").stdout
     result = run(f"{command} --help")
@@ -315,7 +317,7 @@ def test_bench_without_a_suite_measures_every_family(
     result = run("bench --quick --device cpu")
     assert result.exit_code == 0, result.output
     families = {task.kind.suite for task in seen}
-    assert families == {"rms_norm", "layer_norm", "softmax", "cross_entropy"}
+    assert families == {"rms_norm", "layer_norm", "softmax", "cross_entropy", "linear"}
 
 
 def test_bench_shows_an_earlier_run(run: Run, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ Run = Callable[[str], str]
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Run]:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setenv("GRISTMILL_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr("gristmill.select.tables._shipped", list)  # the user's table alone
     reload_settings()
     reset_tables()
 

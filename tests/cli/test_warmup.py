@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -10,9 +12,19 @@ from gristmill.ops.registry import OPS
 from gristmill.select.chooser import ranked
 from gristmill.select.device import KNOWN
 from gristmill.select.problem import HINTS
+from gristmill.select.tables import reset_tables
+from gristmill.settings import reload_settings
 from gristmill.warmup import COLUMNS, LAYERS, VOCABULARIES, Warmed, default_shapes, warmup
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
+
+
+@pytest.fixture(autouse=True)
+def settings_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    yield
+    monkeypatch.undo()
+    reload_settings()
+    reset_tables()
 
 
 def test_what_is_warmed_is_what_a_call_looks_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,8 +58,17 @@ def test_progress_and_the_second_time() -> None:
     assert {one.how for one in second} == {"cached"}
 
 
-def test_the_default_is_few_programs_for_many_shapes() -> None:
-    """Kernels serve ranges of lengths: a warm-up of an op must stay a matter of seconds."""
+@pytest.mark.parametrize(("table", "share"), [("none", 4), ("on", 2)])
+def test_the_default_is_few_programs_for_many_shapes(
+    monkeypatch: pytest.MonkeyPatch, table: str, share: int
+) -> None:
+    """Kernels serve ranges of lengths: a warm-up of an op must stay a matter of seconds.
+
+    Tables may name a kernel for each of their rows, so that there are more with them.
+    """
+    monkeypatch.setenv("GRISTMILL_TABLE", table)
+    reload_settings()
+    reset_tables()
     from gristmill.warmup import _jobs
 
     compiled = [
@@ -58,7 +79,7 @@ def test_the_default_is_few_programs_for_many_shapes() -> None:
     for name in compiled:
         own = _jobs([name], None, [torch.bfloat16], KNOWN["sm_90a"])
         assert set(own) <= set(jobs)
-        assert 1 <= len(own) < len(default_shapes(name)) / 4
+        assert 1 <= len(own) < len(default_shapes(name)) / share
 
 
 def test_losses_are_warmed_for_vocabularies() -> None:

@@ -144,6 +144,35 @@ def slow(me: Rank) -> None:
     if me.rank != 1:
         me.say(f"gave up {me.rank}")
     me.keep("slow", **found, again=me.ask("slow", lambda: "other"), published=published("slow"))
+    # From here on nobody decides or waits; what has been agreed on holds.
+    me.keep("after slow", **me.ask("after slow", lambda: f"from {me.rank}"))
+    me.keep("before slow", **me.ask("before slow", lambda: "other"))
+
+
+def a_claim_from_before(me: Rank) -> None:
+    """Rank 0 has begun to decide before the ranks stop, on a thread of its own."""
+    agree("before slow", lambda: "known")
+    found: list[dict[str, Any]] = []
+
+    def decide() -> str:
+        me.say("under way")
+        me.hear("slow is over")
+        return "from before"
+
+    if me.rank == 0:
+        worker = threading.Thread(target=lambda: found.append(me.ask("under way", decide)))
+        worker.start()
+    me.hear("under way")
+    slow(me)
+    if me.rank == 0:
+        me.say("slow is over")
+        worker.join()
+    else:
+        found.append(me.ask("under way", lambda: "other"))
+    me.keep("claimed before", **found[0])
+    dist.barrier()
+    dist.destroy_process_group()
+    me.join(dist.PrefixStore("last of all", me.raw))
 
 
 def raising(me: Rank) -> None:
@@ -297,7 +326,7 @@ def dead(me: Rank) -> None:
     """Rank 3 ends when it is to decide."""
     found = me.ask("dead", me.after(3, "dead", lambda: os._exit(9)), wait_s=1.0)
     me.keep("dead", **found, again=me.ask("dead", lambda: "other"))
-    # The three that are left go on.
+    # The three that are left go on, and do not wait again.
     me.keep("after a death", **me.ask("after", lambda: f"from {me.rank}"))
 
 
@@ -329,7 +358,6 @@ def _raised(call: Callable[[], object]) -> str | None:
 TOGETHER = (
     one_answer,
     some_never_call,
-    slow,
     raising,
     threads,
     equal,
@@ -338,6 +366,7 @@ TOGETHER = (
     busy_store,
     forked,
     destroyed,
+    a_claim_from_before,
 )
 
 

@@ -156,16 +156,13 @@ def test_ranks_with_folders_of_their_own_can_run_again(ranks: list[Any]) -> None
 def test_a_rank_that_dies_while_it_tunes(ranks: list[Any]) -> None:
     assert "dead" not in ranks[3]
     ran = the_same(every(ranks, "dead", "ran"))
-    # The usual choice, and no row of it; what came later was tuned by those that were left.
+    # The usual choice, and no row of it; of what came later nothing was tuned, and nobody waited.
     assert ran["rms_norm 20"] == "library"
     assert the_same(every(ranks, "dead", "chosen")) == "library by preference"
-    keys = measured(ranks, "dead")
-    assert sorted(" ".join(key.split()[:2]) for key in keys) == [
-        "rms_norm rows=256",
-        "softmax rows=16",
-    ]
-    assert [sorted(rows) for rows in every(ranks, "dead", "rows")] == [sorted(keys)] * 3
-    assert max(every(ranks, "dead", "seconds")) < 10
+    assert measured(ranks, "dead") == []
+    assert every(ranks, "dead", "rows") == [[]] * 3
+    assert 1.5 <= max(every(ranks, "dead", "seconds")) < 10
+    assert max(every(ranks, "dead", "later seconds")) < 1
     warned = [text for texts in every(ranks, "dead", "warned") for text in texts]
-    assert warned
-    assert all("rank 3 has not said within 1.5 s" in text for text in warned)
+    assert any("rank 3 has not said within 1.5 s" in text for text in warned)
+    assert all("nothing else is tuned in this job" in text for text in warned)

@@ -49,7 +49,7 @@ def ahead(
     table = open_table(device_of("cpu"), path)
     sizes = HINTS if hints is None else hints
     plan = plan_by_shapes(
-        ops or ["rms_norm"], device_of("cpu"), shapes=[shape], hints=sizes, split=split
+        ops or ["rms_norm"], device_of("cpu"), shapes=[shape], hints=sizes, probes=int(split)
     )
     return tune_ahead(plan, CPU, table, **options)
 
@@ -380,7 +380,7 @@ def on_h200(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     def run(tuned: Any, watch: Watch | None = None) -> AheadReport:
         monkeypatch.setattr(AHEAD._Run, "_tuned", lambda self, *args: tuned(*args))
         table = open_table(H200, tmp_path / "h200.json")
-        plan = plan_by_shapes(["rms_norm"], H200, shapes=[(1, 4096)], hints=[16, 64], split=False)
+        plan = plan_by_shapes(["rms_norm"], H200, shapes=[(1, 4096)], hints=[16, 64], probes=0)
         return tune_ahead(plan, CPU, table, thorough=False, workers=2, watch=watch)
 
     return run

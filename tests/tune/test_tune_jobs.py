@@ -60,8 +60,25 @@ def test_several_hints_are_split_between_neighbours_only() -> None:
         (256, 256, [], []),
         (1024, 1024, [512], []),
     ]
-    plan = by_shapes((1, N), hints=[1, 16], split=False)
+    plan = by_shapes((1, N), hints=[1, 16], probes=0)
     assert [told(job) for job in plan.jobs] == [(1, 1, [], []), (16, 16, [], [])]
+
+
+def test_several_sizes_between_two_hints_are_equally_far_apart() -> None:
+    plan = by_shapes((1, N), hints=[1024, 4096], probes=3)
+    assert [told(job) for job in plan.jobs][1] == (4096, 4096, [1448, 2048, 2896], [])
+    # Of those that there are: between 1 and 16 no ten different ones, and no hint itself.
+    (_, job) = by_shapes((1, N), hints=[1, 16], probes=10).jobs
+    assert [size.rows for size in job.probes] == sorted({*[size.rows for size in job.probes]})
+    assert all(1 < size.rows < 16 for size in job.probes)
+
+
+def test_options_take_the_place_of_the_example_s_arguments() -> None:
+    (job,) = by_shapes((64, 32, 16), op="linear", options={"activation": "silu"}).jobs
+    assert job.key.endswith(" silu")
+    plan = by_shapes((64, N), options={"activation": "silu"})
+    assert not plan.jobs
+    assert "rms_norm has no argument 'activation'" in plan.notes[0]
 
 
 def test_hints_that_are_none_yet_are_tried_like_shapes() -> None:

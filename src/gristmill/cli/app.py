@@ -151,6 +151,9 @@ def tune(
         bool,
         typer.Option(help="Try sizes between hints; where that wins 3%, they get their own row."),
     ] = True,
+    probes: Annotated[
+        int, typer.Option(min=1, help="How many sizes to try between two neighbouring hints.")
+    ] = 1,
     again: Annotated[
         bool, typer.Option("--again", help="Also tune what has a row that holds.")
     ] = False,
@@ -181,6 +184,7 @@ def tune(
             hints=hints,
             options=options or [],
             split=split,
+            probes=probes,
             again=again,
             quick=quick,
             table=table,

@@ -46,6 +46,7 @@ class Options:
     hints: str | None
     options: Sequence[str]
     split: bool
+    probes: int
     again: bool
     quick: bool
     table: Path | None
@@ -97,7 +98,7 @@ def _plan(options: Options, device: Device) -> Plan:
         dtypes=[torch_dtype(dtype) for dtype in options.dtypes or ("bfloat16",)],
         hints=_hints(options.hints),
         options=parse_options(options.options),
-        split=options.split,
+        probes=options.probes if options.split else 0,
     )
 
 

@@ -225,17 +225,18 @@ class Op:
 
     def forget_plans(self) -> None:
         """Make every choice anew: after settings or tables have changed."""
-        self._plans.clear()
+        self._plans = {}
 
     def _plan(self, key: Hashable, args: Arguments) -> Plan:
+        plans = self._plans  # those of now: what is forgotten meanwhile is not brought back
         self.check(*args)
         problem = self.problem(*args)
         record(self.name, problem, args)
         first_sight(self.name, self.variants, problem, args, self.written)
         _, plan = resolve(self.name, self.variants, problem)
-        if len(self._plans) >= PLANS_KEPT:
-            self._plans.clear()
-        self._plans[key] = plan
+        if len(plans) >= PLANS_KEPT:
+            plans.clear()
+        plans[key] = plan
         return plan
 
     def _define(self) -> None:
@@ -291,11 +292,11 @@ def _key_function(schema: Any) -> Callable[..., Hashable]:
     parts = ["token()", "deterministic()"]
     for argument in schema.arguments:
         name, kind = argument.name, str(argument.type)
-        metadata = "({0}.dtype, {0}.shape, {0}.stride(), {0}.device, {0}.data_ptr() & 15)"
+        metadata = f"{name}.dtype, {name}.shape, {name}.stride(), {name}.device, {name}.data_ptr() & 15"
         if kind == "Tensor":
-            parts.append(metadata.format(name))
+            parts.append(metadata)  # side by side: a tuple of its own would cost 0.03 us
         elif kind == "Optional[Tensor]":
-            parts.append(f"None if {name} is None else {metadata.format(name)}")
+            parts.append(f"None if {name} is None else ({metadata})")
         else:
             parts.append(name)
     names = ", ".join(argument.name for argument in schema.arguments)

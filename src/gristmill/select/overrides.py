@@ -31,6 +31,8 @@ class Modes(NamedTuple):
     tuning: int | None = None
 
 
+# Likeness (difflib) from which a name is taken for a mistyped one: of rms_nrom, not of my_softmax.
+_MISTYPED = 0.85
 _NOTHING = Modes()
 _ACTIVE: ContextVar[Modes | None] = ContextVar("gristmill_modes", default=None)
 _REGISTRY: dict[str, tuple[str, ...]] = {}
@@ -147,7 +149,7 @@ def _from_environment() -> Mapping[str, str]:
     requested = settings().use
     for op, variant in requested.items():
         where = f"GRISTMILL_USE={op}:{variant}"
-        if op in _REGISTRY or difflib.get_close_matches(op, list(_REGISTRY), n=1):
+        if op in _REGISTRY or difflib.get_close_matches(op, list(_REGISTRY), 1, _MISTYPED):
             _check(op, variant, where)
         else:
             # It may be that of a MultiKernel which is yet to be made.

@@ -77,13 +77,14 @@ def plan_by_shapes(
     dtypes: Sequence[torch.dtype] = (torch.bfloat16,),
     hints: Sequence[int] = (),
     options: Mapping[str, Any] | None = None,
-    split: bool = True,
+    probes: int = 1,
 ) -> Plan:
     """Every op at every shape and dtype, with `options` in the place of its example's arguments.
 
     Without `hints` a shape is tuned at the hint that its rows are nearest to, and if it is none
     itself, tried at its own size, too. With `hints`, at these sizes instead. Without `shapes`: at
-    the usual row lengths of the op and all its hints. With `split`, also between hints.
+    the usual row lengths of the op and all its hints. `probes` sizes between any two neighbouring
+    hints are tried, too.
     """
     plan = Plan()
     for name in names:
@@ -92,7 +93,7 @@ def plan_by_shapes(
             kind = Kind(op, dtype, options or {})
             families = _families(kind, device, shapes, hints, plan.notes)
             for family in families.values():
-                plan.jobs += family.jobs(split=split)
+                plan.jobs += family.jobs(probes)
     return plan
 
 
@@ -153,7 +154,7 @@ class _Family:
     at: Callable[[int], Size | None]
     sizes: set[int] = field(default_factory=set)
 
-    def jobs(self, *, split: bool) -> list[Job]:
+    def jobs(self, probes: int) -> list[Job]:
         hints = self.hints
         wanted = {bucket(rows, hints) for rows in self.sizes}
         if self.sizes >= set(HINTS):
@@ -162,17 +163,17 @@ class _Family:
         asked: dict[int, set[int]] = {hint: set() for hint in wanted}
         for rows in self.sizes - wanted:
             asked[bucket(rows, hints)].add(rows)
-        middles: dict[int, set[int]] = {}
+        between: dict[int, set[int]] = {}
         for low, high in itertools.pairwise(hints):
-            # The farthest from both. Only between usual hints: a split bucket is not split further.
-            if split and {low, high} <= wanted & set(HINTS):
-                middles[high] = {math.isqrt(low * high)} - self.sizes
+            # Only between usual hints: a split bucket is not split further.
+            if {low, high} <= wanted & set(HINTS):
+                between[high] = set(_between(low, high, probes)) - self.sizes
         return [
             Job(
                 self.op,
                 hint,
                 size,
-                self._all_at(middles.get(hint, ())),
+                self._all_at(between.get(hint, ())),
                 self._all_at(asked[hint]),
             )
             for hint in sorted(wanted)
@@ -182,6 +183,15 @@ class _Family:
     def _all_at(self, sizes: Iterable[int]) -> tuple[Size, ...]:
         found = (self.at(rows) for rows in sorted(sizes))
         return tuple(size for size in found if size is not None)
+
+
+def _between(low: int, high: int, count: int) -> Iterator[int]:
+    """`count` sizes between two hints, equally far apart in log space: one is the middle."""
+    for number in range(1, count + 1):
+        # Down, as a tie between two hints goes to the smaller one.
+        size = int(low * (high / low) ** (number / (count + 1)) + 1e-9)
+        if low < size < high:
+            yield size
 
 
 def _recorded_jobs(op: Op, sizes: Mapping[int, Size], split: bool) -> Iterator[Job]:
