@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
-from conformance_helpers import allowed, composed, copied
-from conformance_truth import results_of, truth_of
+from conformance_helpers import allowed, composed, copied, run_by
+from conformance_truth import Truth, results_of, truth_of
 
 from gristmill.errors import CompileError, DriverError
 from gristmill.ops.op import Op
@@ -47,6 +48,21 @@ def test_the_usual_launch_comes_first_and_none_twice(op: Op) -> None:
                 assert all(isinstance(config, variant.config_type) for config in found)
 
 
+def _limits(op: Op, args: tuple[Any, ...], truths: list[Truth]) -> list[float]:
+    """As everywhere, and at least twice what torch's own product is off by.
+
+    Tensor cores cut off the sums' last bits where the reference, in fp32, rounds them: with 4096
+    terms cuBLAS is off by 2.5 roundings, and so is every kernel here.
+    """
+    limits = allowed(op, args, truths)
+    if not any(variant.name.startswith("triton") for variant in op.variants):
+        return limits
+    own = copied(args)
+    results = results_of(op.name, own, run_by(op, "library", own))
+    pairs = zip(limits, truths, results, strict=True)
+    return [max(limit, 2 * truth.roundings(result)) for limit, truth, result in pairs]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -56,7 +72,7 @@ def test_every_launch_is_right(op: Op, shape: tuple[int, int], dtype: torch.dtyp
     args = op.example(shape, dtype, "cuda")
     problem = op.problem(*args)
     truths = truth_of(op.name, args)
-    limits = allowed(op, args, truths)
+    limits = _limits(op, args, truths)
     wrong = []
     for variant in _possible(op, problem):
         for config in variant.configs(problem):
