@@ -13,7 +13,7 @@ import torch
 from gristmill.bench import matrix, regret
 from gristmill.bench.families import KINDS, PRODUCT_ROWS, ROWS, Family, Point, points
 from gristmill.bench.matrix import CHOSEN, Matrix
-from gristmill.bench.regret_report import gains, matrices, measured
+from gristmill.bench.regret_report import gains, matrices, measured, unjudged
 from gristmill.bench.results import Results
 from gristmill.errors import ArgumentError, CompileError
 from gristmill.jit import Program
@@ -172,10 +172,29 @@ def test_what_gives_another_result_or_none_is_not_the_best(fake: Any) -> None:
     rounds = fake(ways, lambda name, rows: times[name])
     results = regrets(8)
     (row,) = results.rows
-    assert (row["best"], row["regret"], row["candidates"]) == ("first", 0.0, 1)
+    assert (row["best"], row["candidates"]) == ("first", 1)
     assert "off by" in row["failures"]["wrong"]
     assert row["failures"]["broken"] == "CompileError: no such instruction"
     assert rounds == [["first"]]
+
+
+def test_where_a_rival_gives_another_result_the_pick_is_not_judged(fake: Any) -> None:
+    """Either may be the wrong one: it is not known to be the best, nor how far it is from that."""
+    times = {"first": 12.0, "good": 10.0, "wrong": 1.0, "broken": 1.0}
+    scales = {"wrong": 1.01}
+    ways = [
+        Way(name, scale=scales.get(name, 1.0), broken=name == "broken", most_rows=most)
+        for name, most in zip(times, (99, 99, 8, 99), strict=True)
+    ]
+    fake(ways, lambda name, rows: times[name])
+    results = regrets(8, 16)
+    differs, judged = results.rows
+    assert "regret" not in differs
+    assert (differs["regret_at_least"], differs["differing"]) == (pytest.approx(0.2), ["wrong"])
+    # One that cannot be built could not have been picked.
+    assert judged["regret"] == pytest.approx(0.2)
+    assert "differing" not in judged
+    assert (measured(results), unjudged(results)) == ([judged], [differs])
 
 
 def test_a_problem_that_fails_is_told_and_the_others_go_on(fake: Any) -> None:

@@ -115,6 +115,37 @@ def test_the_verdict_names_the_worst() -> None:
     assert ": within 3%" in verdict("row ops", rows[:1])
 
 
+def left_out(op: str, shape: tuple[int, ...], at_least: float) -> dict[str, Any]:
+    row = regret_row(op, shape, at_least, differing=["library"], regret_at_least=at_least)
+    row["failures"] = {"library": "WrongResultError: output 0 is off by 0.5"}
+    del row["regret"]
+    return row
+
+
+def test_what_is_not_judged_is_told_and_counts_for_nothing(tmp_path: Path) -> None:
+    good = [regret_row("rms_norm", (m, 64), 0.01) for m in (1, 4)]
+    left = [left_out("rms_norm", (8, 64), 0.0), left_out("softmax", (8, 64), 0.25)]
+    product = left_out("linear_silu", (8, 64, 32), 0.0)
+    assert verdict("row ops", good, left) == (
+        "row ops: regret of 2 problems: mean 1.0%, worst 1.0% (rms_norm 1x64): within 3% on "
+        "average and 10% at worst; 2 problems NOT judged, as a rival's result is not that of the "
+        "pick: rms_norm 8x64 (at least 0.0%), softmax 8x64 (at least 25.0%)"
+    )
+    assert verdict("row ops", [], left * 7).endswith("softmax 8x64 (at least 25.0%) and 2 more")
+    found = Results({"device": "cuda"}, [*good, *left, product])
+    text = printed(found)
+    assert "products: 1 problem NOT judged, as a rival's" in text
+    assert "row ops: regret of 2 problems: mean 1.0%" in text
+    assert cells_of(text, "rms_norm ")[:5] == ["rms_norm", "2", "1.0%", "1.0%", "1.0%"]
+    assert cells_of(text, "softmax ") == ["softmax", "0", *["–"] * 5, "NOT judged"]
+    assert "picked by: shipped table 5" in text
+    assert "softmax: 1 candidates of library took no part: WrongResultError" in text
+    page = markdown(found)
+    assert "| 64 bfloat16 | 1.0% | 1.0% | not judged |" in page
+    assert "NOT judged" in markdown(Results({}, [product]))
+    assert [path.name for path in write_regret_plots(found, tmp_path)] == ["regret_rms_norm.svg"]
+
+
 def test_the_tables(results: Results) -> None:
     text = printed(results)
     assert cells_of(text, "rms_norm ") == [

@@ -27,13 +27,11 @@ from gristmill import settings
 from gristmill.errors import RanksDisagree
 from gristmill.select import agreement, device_of, reset_tables, sight, tables_for, tuning
 from gristmill.select.table import Table
-from gristmill.select.tables import user_table_path
 from gristmill.select.timing import Timing
 from gristmill.tune.region import forget_plans
 
 RANKS = 4
 LIMIT = timedelta(seconds=30)
-WAIT_S = agreement.agree.__kwdefaults__["wait_s"]
 
 
 def double(x: torch.Tensor) -> torch.Tensor:

@@ -153,19 +153,23 @@ def a_claim_from_before(me: Rank) -> None:
     """Rank 0 has begun to decide before the ranks stop, on a thread of its own."""
     agree("before slow", lambda: "known")
     found: list[dict[str, Any]] = []
+    # Not words in the store: who waits for one keeps out the other threads of this rank.
+    begun, over = threading.Event(), threading.Event()
 
     def decide() -> str:
-        me.say("under way")
-        me.hear("slow is over")
+        begun.set()
+        over.wait(20)
         return "from before"
 
     if me.rank == 0:
         worker = threading.Thread(target=lambda: found.append(me.ask("under way", decide)))
         worker.start()
+        begun.wait(20)
+        me.say("under way")
     me.hear("under way")
     slow(me)
     if me.rank == 0:
-        me.say("slow is over")
+        over.set()
         worker.join()
     else:
         found.append(me.ask("under way", lambda: "other"))

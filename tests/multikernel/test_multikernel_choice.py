@@ -326,6 +326,37 @@ def test_failure_is_remembered_for_that_problem_alone() -> None:
         one(torch.zeros(63, 4))
 
 
+def test_no_memory_at_one_time_is_no_failure_for_good() -> None:
+    """It falls back for that call alone; another kernel that fails there is remembered."""
+    full, tried = True, []
+
+    def hungry(x: torch.Tensor) -> str:
+        tried.append("hungry")
+        if full:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return "hungry"
+
+    def broken(x: torch.Tensor) -> str:
+        tried.append("broken")
+        raise ValueError("never")
+
+    one = MultiKernel("meals", {"hungry": hungry, "broken": broken, "any": lambda x: "any"})
+    x = torch.zeros(8, 4)
+    assert [one(x), one(x)] == ["any", "any"]
+    assert tried == ["hungry", "broken", "hungry"]
+    assert chosen(one, x) == "hungry"
+    full = False
+    assert [one(x), one(x)] == ["hungry", "hungry"]
+    assert "raised ValueError: never" in str(one.explain(x))
+    # And it is the plan from then on: its error is the caller's.
+    full = True
+    with pytest.raises(torch.OutOfMemoryError):
+        one(x)
+    alone = MultiKernel("alone", {"hungry": hungry})
+    with pytest.raises(torch.OutOfMemoryError):
+        alone(x)
+
+
 def test_if_all_fail_the_first_error_is_raised_each_time() -> None:
     def fails(x: torch.Tensor) -> torch.Tensor:
         raise ValueError("the first")

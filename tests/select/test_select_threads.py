@@ -166,6 +166,26 @@ def test_rows_that_come_while_others_choose_are_never_half_there(telling: list[T
         assert ranked("rms_norm", telling, asked(size, 64))[0].variant.name == "two"
 
 
+def test_a_choice_in_flight_does_not_bring_back_what_is_forgotten(
+    telling: list[Telling], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row comes, and plans are forgotten, after a first call has chosen and before it is done."""
+    x = torch.empty(20, 64)
+    resolve = op_module.resolve
+
+    def interrupted(*args: Any) -> Any:
+        found = resolve(*args)
+        remember(CPU, [row_of(asked(20, 64), telling[1])], keep=False)
+        RMS_NORM.forget_plans()
+        return found
+
+    monkeypatch.setattr(op_module, "resolve", interrupted)
+    assert gristmill.rms_norm(x)[0] == "one"
+    monkeypatch.setattr(op_module, "resolve", resolve)
+    assert gristmill.rms_norm(x)[0] == "two"
+    assert len(RMS_NORM._plans) == 1
+
+
 # nothing grows without end
 
 

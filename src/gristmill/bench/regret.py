@@ -7,6 +7,9 @@ that can run it, each with all configs that it thinks worth timing. A first roun
 hopeless; pick and best are then compared in one round, sample by sample. The number is reported as
 it is, noise included: the best of several equals is a little faster than any of them, so that even
 a perfect choice has some regret. Nothing that is measured here changes a later choice.
+
+A rival whose result is not that of the pick is not timed. Which of the two is wrong is not known
+here, so such a problem is not judged: what was timed only says that its regret is no less.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from typing import Any
 
 import torch
 
-from gristmill.bench.check import check
+from gristmill.bench.check import WrongResultError, check
 from gristmill.bench.families import Point
 from gristmill.bench.inputs import Arguments
 from gristmill.bench.results import OURS, Results, Row
@@ -44,7 +47,8 @@ _SHARE = 0.8
 class Field:
     """Everything that could run a problem, ready to run, and which of it was picked.
 
-    `plans` are by name, the pick among them; `failures` say why a candidate is not.
+    `plans` are by name, the pick among them; `failures` say why a candidate is not. `differing` are
+    those that are not because they give something else than the pick.
     """
 
     picked: str
@@ -52,6 +56,7 @@ class Field:
     plans: Mapping[str, Function]
     named: Mapping[str, Candidate]
     failures: Mapping[str, str]
+    differing: Sequence[str] = ()
 
 
 def run(points: Sequence[Point], device: torch.device, results: Results, advance: Advance) -> None:
@@ -93,9 +98,13 @@ def _row(point: Point, device: torch.device) -> Row:
     last = [name for name in (measured.winner, measured.second) if name is not None]
     best = min(last, key=lambda name: measured.timings[name].us)
     times = measured.timings
+    verdict = judged(field.picked, times[field.picked], best, times[best])
+    if field.differing:
+        verdict["regret_at_least"] = verdict.pop("regret")
+        verdict["differing"] = list(field.differing)
     return {
         **_head(point),
-        **judged(field.picked, times[field.picked], best, times[best]),
+        **verdict,
         "source": field.source,
         "candidates": len(times),
         "variants": by_variant(field.named, times),
@@ -133,6 +142,7 @@ def field_of(op: Op, problem: Problem, args: Arguments) -> Field:
     plans: dict[str, Function] = {str(picked): plan}
     named = {str(picked): picked}
     failures: dict[str, str] = {}
+    differing: list[str] = []
     with torch.no_grad():
         expected = plan(*args)
         for candidate in candidates(op.variants, problem, picked, thorough=True):
@@ -144,8 +154,10 @@ def field_of(op: Op, problem: Problem, args: Arguments) -> Field:
                 except torch.OutOfMemoryError:
                     raise
                 except Exception as error:  # it may fail in any way: it is reported, not timed
+                    if isinstance(error, WrongResultError):
+                        differing.append(name)
                     failures[name] = f"{type(error).__name__}: {first_line(error)}"
-    return Field(str(picked), choice.source, plans, named, failures)
+    return Field(str(picked), choice.source, plans, named, failures, differing)
 
 
 def rival(candidate: Candidate, problem: Problem, args: Arguments, expected: Any) -> Function:

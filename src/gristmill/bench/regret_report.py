@@ -80,7 +80,7 @@ class Cells:
 def sections(results: Results) -> list[Section]:
     """The tables of these suites, as far as there are rows of them."""
     return [
-        *_regret(measured(results)),
+        *_regret(measured(results), unjudged(results)),
         *(_matrix(cells) for cells in matrices(results)),
         *_choice([row for row in results.rows if row.get("suite") == "choice"]),
     ]
@@ -89,7 +89,7 @@ def sections(results: Results) -> list[Section]:
 def remarks(results: Results) -> list[str]:
     """Candidates that took no part, each once, with the reason and how often."""
     counts: dict[tuple[str, str, str], int] = {}
-    for row in measured(results):
+    for row in [*measured(results), *unjudged(results)]:
         for name, reason in row.get("failures", {}).items():
             key = (row["op"], name.split()[0], reason)
             counts[key] = counts.get(key, 0) + 1
@@ -102,6 +102,11 @@ def remarks(results: Results) -> list[str]:
 def measured(results: Results) -> list[Row]:
     """The rows that have a regret."""
     return [row for row in results.rows if row.get("suite") == "regret" and "regret" in row]
+
+
+def unjudged(results: Results) -> list[Row]:
+    """The rows where a rival was left out because its result is not that of the pick."""
+    return [row for row in results.rows if row.get("suite") == "regret" and row.get("differing")]
 
 
 def summarised(rows: Sequence[Row]) -> Summary:
@@ -117,16 +122,33 @@ def summarised(rows: Sequence[Row]) -> Summary:
     )
 
 
-def verdict(what: str, rows: Sequence[Row]) -> str:
-    summary = summarised(rows)
-    worst = f"{summary.worst['op']} {label(summary.worst)}"
-    held = "within" if summary.good else "NOT within"
-    problems = "1 problem" if summary.count == 1 else f"{summary.count} problems"
-    return (
-        f"{what}: regret of {problems}: mean {percent(summary.mean)}, worst "
-        f"{percent(summary.worst['regret'])} ({worst}): {held} {MEAN_GOAL:.0%} on average and "
-        f"{WORST_GOAL:.0%} at worst"
-    )
+def verdict(what: str, rows: Sequence[Row], left: Sequence[Row] = ()) -> str:
+    """One line on the problems in `rows`, if there are any, and on those that are not judged."""
+    parts = []
+    if rows:
+        summary = summarised(rows)
+        worst = f"{summary.worst['op']} {label(summary.worst)}"
+        held = "within" if summary.good else "NOT within"
+        parts.append(
+            f"regret of {_problems(rows)}: mean {percent(summary.mean)}, worst "
+            f"{percent(summary.worst['regret'])} ({worst}): {held} {MEAN_GOAL:.0%} on average and "
+            f"{WORST_GOAL:.0%} at worst"
+        )
+    if left:
+        names = ", ".join(
+            f"{row['op']} {label(row)} (at least {percent(row['regret_at_least'])})"
+            for row in left[:_LISTED]
+        )
+        more = f" and {len(left) - _LISTED} more" if len(left) > _LISTED else ""
+        parts.append(
+            f"{_problems(left)} NOT judged, as a rival's result is not that of the pick: "
+            f"{names}{more}"
+        )
+    return f"{what}: {'; '.join(parts)}"
+
+
+def _problems(rows: Sequence[Row]) -> str:
+    return "1 problem" if len(rows) == 1 else f"{len(rows)} problems"
 
 
 def percent(part: float) -> str:
@@ -189,13 +211,18 @@ def _geometric(ratios: Any) -> float:
     return math.exp(sum(logs) / len(logs))
 
 
-def _regret(rows: list[Row]) -> list[Section]:
-    if not rows:
+def _regret(rows: list[Row], left: list[Row]) -> list[Section]:
+    every = [*rows, *left]
+    if not every:
         return []
     header = ["op", "problems", "mean", "p95", "worst", "above 3%", "above 10%", "worst problem"]
     body = []
-    for op in dict.fromkeys(row["op"] for row in rows):
-        summary = summarised([row for row in rows if row["op"] == op])
+    for op in dict.fromkeys(row["op"] for row in every):
+        of_op = [row for row in rows if row["op"] == op]
+        if not of_op:
+            body.append([op, "0", *["–"] * 5, "NOT judged"])
+            continue
+        summary = summarised(of_op)
         worst = summary.worst["regret"]
         body.append(
             [
@@ -207,21 +234,23 @@ def _regret(rows: list[Row]) -> list[Section]:
                 label(summary.worst),
             ]
         )
-    products = [row for row in rows if row["K"] is not None]
-    others = [row for row in rows if row["K"] is None]
-    lines = [
-        verdict(what, them) for what, them in (("products", products), ("row ops", others)) if them
-    ]
+    lines = []
+    for what, is_product in (("products", True), ("row ops", False)):
+        judged, not_judged = (
+            [row for row in those if (row["K"] is not None) == is_product] for those in (rows, left)
+        )
+        if judged or not_judged:
+            lines.append(verdict(what, judged, not_judged))
     title = "regret: how much longer what is picked takes than the best there is"
     sources: dict[str, int] = {}
-    for row in rows:
+    for row in every:
         sources[row["source"]] = sources.get(row["source"], 0) + 1
     picks = ", ".join(f"{source} {count}" for source, count in sources.items())
     lines.append(f"picked by: {picks}")
     return [
         Section(title, (header, body), lines),
         *_largest(rows),
-        *_by_rows(rows),
+        *_by_rows(every),
     ]
 
 
@@ -264,13 +293,17 @@ def _by_rows(rows: Sequence[Row]) -> list[Section]:
         body = [
             [
                 f"{dims} {dtype}",
-                *(percent(row_of[size]["regret"]) if size in row_of else "–" for size in sizes),
+                *(_shown(row_of[size]) if size in row_of else "–" for size in sizes),
             ]
             for (_, dims, dtype), row_of in of_op.items()
         ]
         grid = (["N by M" if "x" not in body[0][0] else "NxK by M", *map(str, sizes)], body)
         found.append(Section(f"{op}: regret by rows", grid, page_only=True))
     return found
+
+
+def _shown(row: Row) -> str:
+    return "not judged" if row.get("differing") else percent(row["regret"])
 
 
 def _matrix(cells: Cells) -> Section:

@@ -25,13 +25,14 @@ def run_first(
     found: Sequence[Leaf],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-) -> tuple[Function, Any]:
-    """The function that runs this call, and what it gave.
+) -> tuple[Function | None, Any]:
+    """The function that runs this call and all like it, and what it gave.
 
     A kernel that raises is passed over, and is not asked again for this problem. Three errors are
     the caller's to see: that of a kernel asked for by name; that of one which had begun to write to
     its arguments, as nobody else can start from there; and if all fail, that of the first choice:
-    then it is the call that is wrong, and nothing is remembered.
+    then it is the call that is wrong, and nothing is remembered. One that runs out of memory is
+    passed over in this call alone: at another time there may be enough. The function is then None.
     """
     errors: dict[str, Exception] = {}
     before = _versions(found)
@@ -61,9 +62,17 @@ def run_first(
                 problem.key(problem.rows),
             )
             continue
-        remember_failures(kernels, problem, errors)
-        errors.clear()  # they know this frame: the two would keep each other, and the tensors here
-        return function, result
+        lasting = {
+            name: error
+            for name, error in errors.items()
+            if not isinstance(error, torch.OutOfMemoryError)
+        }
+        remember_failures(kernels, problem, lasting)
+        passing = len(lasting) < len(errors)
+        # They know this frame: the two would keep each other, and the tensors here.
+        errors.clear()
+        lasting.clear()
+        return None if passing else function, result
     try:
         raise next(iter(errors.values()))
     finally:

@@ -289,9 +289,10 @@ class MultiKernel:
         if sum(kernel.supports(problem) is None for kernel in self.variants) > 1:
             self.see(problem, found, args, kwargs)
         function, result = run_first(self.name, self.variants, problem, found, args, kwargs)
-        if len(plans) >= PLANS_KEPT:
-            plans.clear()
-        plans[key] = function
+        if function is not None:
+            if len(plans) >= PLANS_KEPT:
+                plans.clear()
+            plans[key] = function
         return result
 
     def see(

@@ -11,6 +11,9 @@ a result or to "untuned", by whoever is first: the claimer with its result, or a
 patience is at its end. Each step is a compare-and-set, so there is one outcome and all ranks have
 it. Where the store itself fails there is none to be had; such a rank takes the untuned choice,
 which is what the others come to if it was the one to decide.
+
+A wait in vain is a wait of all ranks, and the next problem would bring the next one. So after the
+first an entry says that it is over: from then on whoever claims says "untuned" at once.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import time
 import uuid
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from gristmill.errors import RanksDisagree
 from gristmill.log import warn_once
@@ -33,12 +37,19 @@ __all__ = ["agree", "alone", "check_equal", "published", "store"]
 _TAG = "gristmill/1"
 _UNTUNED = f"{_TAG} untuned"
 
+_KINDS = ("claim", "result", "untuned", "equal", "stopped")
+
+# The entry by which all ranks stop deciding: a rank has waited in vain.
+_STOPPED = "stopped"
+
 # The answer is looked for after 2 ms, then ever more seldom, at last 5 times a second: so a
 # thousand waiting ranks ask 5000 times a second, of the 37,000 that a TCPStore answered on two
 # busy CPU cores.
 _FIRST_SLEEP_S, _LONGEST_SLEEP_S, _SLEEP_GROWTH = 0.002, 0.2, 1.5
 
 _SHOWN = 5
+
+_NO_MORE = "nothing else is tuned in this job (tune ahead of time: gristmill tune)"
 
 
 def agree(key: str, decide: Callable[[], str | None], *, wait_s: float = 30.0) -> str | None:
@@ -48,7 +59,8 @@ def agree(key: str, decide: Callable[[], str | None], *, wait_s: float = 30.0) -
     every rank alike if `decide` gives None or raises (that rank gets the exception), and if some
     rank has waited `wait_s` seconds: be it that the deciding rank is slow, dead, or kept from
     its work by a collective that the waiting rank has yet to join. An answer holds for the life
-    of the store. With no process group, or one rank, this is `decide()`.
+    of the store. After one such wait nobody decides any more: what has an answer keeps it, and all
+    else is untuned. With no process group, or one rank, this is `decide()`.
 
     `key` must hold all that may make ranks differ on purpose, such as the GPU's name.
 
@@ -59,12 +71,21 @@ def agree(key: str, decide: Callable[[], str | None], *, wait_s: float = 30.0) -
         return decide()
     mine = f"{_TAG} claim {found.rank} {uuid.uuid4().hex}"
     try:
+        # Before the claim, so that none is made without need; what is claimed or settled by others
+        # is honoured all the same, or ranks that see this at different times would differ.
+        stopped_by = _stopped_by(found)
         held = found.claim(f"choice/{key}", mine)
         if held != mine:
             return _wait(found, key, held, wait_s)
     except StoreLost as lost:
         _warn_of_a_lost_store(lost)
         return None
+    if stopped_by is not None:
+        warn_once(
+            f"stopped {found.generation}",
+            f"ranks have waited for each other for too long, as rank {stopped_by} says: {_NO_MORE}",
+        )
+        return _settle(found, key, mine, None)
     try:
         decided = decide()
     except BaseException:
@@ -85,10 +106,11 @@ def _settle(found: Entries, key: str, claim: str, decided: str | None) -> str | 
     if kind == "result":
         return text
     if decided is not None:
+        _stop(found)
         warn_once(
             f"late {place}",
             f"rank {found.rank} was too slow in choosing for {key}: the other ranks have stopped "
-            f"waiting, and all run the untuned choice",
+            f"waiting, and all run the untuned choice; {_NO_MORE}",
         )
     return None
 
@@ -129,6 +151,7 @@ def _wait(found: Entries, key: str, held: str, wait_s: float) -> str | None:
 def _give_up(found: Entries, key: str, claim: str, wait_s: float) -> str | None:
     """Say for all ranks that there is no answer to `key`, unless it comes at this very moment."""
     place = f"choice/{key}"
+    _stop(found)  # first, so that whoever sees the outcome sees this, too
     kind, text = _parsed(place, found.settle(place, claim, _UNTUNED))
     if kind == "result":
         return text
@@ -136,9 +159,21 @@ def _give_up(found: Entries, key: str, claim: str, wait_s: float) -> str | None:
     warn_once(
         f"in vain {place}",
         f"rank {rank} has not said within {wait_s:g} s which kernel is best for {key}: all ranks "
-        f"run the untuned choice",
+        f"run the untuned choice; {_NO_MORE}",
     )
     return None
+
+
+def _stop(found: Entries) -> None:
+    """Tell all ranks to decide nothing more; where that fails, they wait once more, no worse."""
+    with suppress(StoreLost):
+        found.claim(_STOPPED, f"{_TAG} stopped {found.rank}")
+
+
+def _stopped_by(found: Entries) -> str | None:
+    """The rank by which all have stopped deciding, if they have."""
+    held = found.read(_STOPPED)
+    return None if held is None else _parsed(_STOPPED, held)[1]
 
 
 def _warn_of_a_lost_store(lost: StoreLost) -> None:
@@ -150,10 +185,10 @@ def _warn_of_a_lost_store(lost: StoreLost) -> None:
 
 
 def _parsed(place: str, value: str) -> tuple[str, str]:
-    """Kind ("claim", "result", "untuned" or "equal") and text of an entry."""
+    """Kind (one of _KINDS) and text of an entry."""
     tag, _, rest = value.partition(" ")
     kind, _, text = rest.partition(" ")
-    if tag != _TAG or kind not in ("claim", "result", "untuned", "equal"):
+    if tag != _TAG or kind not in _KINDS:
         shown = value if len(value) <= 80 else f"{value[:80]}..."
         raise RanksDisagree(
             f"the store of the process group holds {shown!r} under gristmill/{place}, which is not "

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from threading import Lock, RLock
+from threading import Lock
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from gristmill.select.problem import Problem
 from gristmill.select.table import Row, row_from_json, row_to_json
 from gristmill.select.tables import remember, tables_for
 from gristmill.select.tuning import Outcome, tune
+from gristmill.select.turns import Turns
 from gristmill.select.variant import Variant
 from gristmill.settings import settings
 from gristmill.version import __version__
@@ -35,7 +36,9 @@ from gristmill.version import __version__
 MOST_ROWS = 10_000
 
 # One problem at a time in a process; threads that meet the same one find its row afterwards.
-_TUNING = RLock()
+_TUNING = Turns()
+# Of the longest wait for that: other ranks are waiting, and no longer than that.
+_RANKS_SHARE = 1 / 3
 
 
 @dataclass
@@ -164,15 +167,20 @@ def _tune(
         if region.progress is not None:
             region.progress(key)
     if agreement.alone():
-        with _TUNING:
-            if again or not spoken_for(problem, variants):
+        with _TUNING.turn() as mine:
+            if not mine:
+                _warn_of_no_turn(op_name, key)
+            elif again or not spoken_for(problem, variants):
                 remember(problem.device, [measured()])
         return
 
     def decide() -> str | None:
         if not able:
             return None  # and then none of the ranks shall tune it in this job
-        with _TUNING:
+        with _TUNING.turn(_RANKS_SHARE) as mine:
+            if not mine:
+                _warn_of_no_turn(op_name, key)
+                return None
             return row_to_json(measured())
 
     answer = agreement.agree(f"tune {problem.device.name} {key}", decide)
@@ -180,6 +188,14 @@ def _tune(
         # Each in the table that it reads: with folders of their own, ranks would else have
         # different tables in their next run. In a shared one the first to come writes.
         remember(problem.device, [row_from_json(answer)])
+
+
+def _warn_of_no_turn(op_name: str, key: str) -> None:
+    warn_once(
+        "no turn to tune",
+        f"{op_name}: {key} is not tuned, the usual choice is taken: another thread has been tuning "
+        f"for long, perhaps a kernel that waits for this one",
+    )
 
 
 def _is_full(device: Device) -> bool:

@@ -12,7 +12,6 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import RLock
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from gristmill.select.copies import Arguments, sets_for_tuning
 from gristmill.select.problem import Problem
 from gristmill.select.table import Row, RunnerUp
 from gristmill.select.timing import Timing, time_interleaved
+from gristmill.select.turns import Turns
 from gristmill.select.variant import Variant
 
 Function = Callable[..., Any]
@@ -39,8 +39,8 @@ FINALISTS = 4
 GROUP = 16
 _HEAT_SAMPLES, _FINAL_SAMPLES = 3, 9
 
-# One measurement at a time: two would time each other.
-_MEASURING = RLock()
+# One measurement at a time: two would time each other. Who does not get its turn measures anyway.
+_MEASURING = Turns()
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def measure(
     cache that calls must not find their arguments in. An exception in a candidate is no more than
     its failure; if all fail, the incumbent's is raised (or the first).
     """
-    with _MEASURING, _undisturbed(args):
+    with _MEASURING.turn(), _undisturbed(args):
         sets = sets_for_tuning(args, l2_bytes, written=written)
         timings: dict[str, Timing] = {}
         errors: dict[str, Exception] = {}
