@@ -11,6 +11,8 @@ from conformance_truth import Truth, results_of
 import gristmill
 from gristmill.ops.op import Case, Op
 from gristmill.ops.registry import OPS
+from gristmill.select.problem import Problem
+from gristmill.select.tables import tables_for
 from gristmill.select.variant import Variant
 
 DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -138,6 +140,13 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.contiguous().view(integers[tensor.element_size()])
+
+
+def tuned_launches(problem: Problem) -> int:
+    """How many launches tables name for problems of this kind: at most one for each row."""
+    family = problem.family()
+    tables = [source.table for source in tables_for(problem.device)]
+    return sum(row.family == family for table in tables for row in table.rows.values())
 
 
 def case_of(op: Op, name: str) -> Case:

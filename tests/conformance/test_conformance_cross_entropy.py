@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conformance_helpers import DEVICES, ENTROPY_NAMES, same_bits
+from conformance_helpers import DEVICES, ENTROPY_NAMES, same_bits, tuned_launches
 from torch.utils.checkpoint import checkpoint
 
 import gristmill
@@ -338,7 +338,10 @@ def test_rows_beyond_what_kernels_count_are_refused_with_a_reason(name: str) -> 
 
 @pytest.mark.parametrize("name", ENTROPY_NAMES)
 def test_growing_rows_need_few_kernels(name: str) -> None:
-    """M is a runtime argument: batches of every size are served by a handful."""
+    """M is a runtime argument: batches of every size are served by a handful.
+
+    And where a table has rows, what these name.
+    """
     op = OPS[name]
     for columns in (1000, 4096, 50257, 128256):
         programs = set()
@@ -347,7 +350,8 @@ def test_growing_rows_need_few_kernels(name: str) -> None:
             problem = op.problem(*args, device=KNOWN["sm_90a"])
             choice = ranked(op.name, op.variants, problem)[0]
             programs.update(choice.variant.programs(problem, choice.config))
-        assert 1 <= len(programs) <= 6, (columns, [program.names for program in programs])
+        most = 6 + tuned_launches(problem)
+        assert 1 <= len(programs) <= most, (columns, [program.names for program in programs])
 
 
 def test_explain_and_use() -> None:
