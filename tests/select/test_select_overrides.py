@@ -124,17 +124,17 @@ def test_unknown_name_in_the_environment_names_the_variable(
 def test_a_name_that_is_not_there_yet_is_warned_about_and_a_mistyped_one_raises(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A MultiKernel may be made after the first choice; rms_nrom never will."""
-    register_variants("rms_norm", ["library"])
-    monkeypatch.setenv("GRISTMILL_USE", "my_rms_norm:mine,toy:second")
+    """A MultiKernel may be made after the first choice; what is mistyped never will."""
+    register_variants("tool_max", ["library"])
+    monkeypatch.setenv("GRISTMILL_USE", "my_tool_max:mine,toy:second")
     reload_settings()
     with caplog.at_level("WARNING", logger="gristmill"):
-        assert [active()["toy"], active()["my_rms_norm"]] == ["second", "mine"]
+        assert [active()["toy"], active()["my_tool_max"]] == ["second", "mine"]
     (record,) = caplog.records
-    assert "GRISTMILL_USE=my_rms_norm:mine" in record.getMessage()
-    monkeypatch.setenv("GRISTMILL_USE", "rms_nrom:library")
+    assert "GRISTMILL_USE=my_tool_max:mine" in record.getMessage()
+    monkeypatch.setenv("GRISTMILL_USE", "tool_mxa:library")
     reload_settings()
-    with pytest.raises(UnknownVariant, match="did you mean 'rms_norm'"):
+    with pytest.raises(UnknownVariant, match="did you mean 'tool_max'"):
         active()
 
 
