@@ -8,7 +8,7 @@ part of the problem.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,8 +50,7 @@ def sets_for_tuning(
     `written`: positions of the arguments that candidates write to; None: perhaps all. Where a
     single set is larger than any cache, or memory is short, what is only read is not copied.
     """
-    tensors: dict[int, torch.Tensor] = {}
-    _collect(args, tensors)
+    tensors = {id(one): one for one in tensors_in(args)}
     size = sum(one.nbytes for one in tensors.values() if one.layout == torch.strided)
     count = rotation_count(size, l2_bytes, most=_SETS_FOR_TUNING) if l2_bytes else 1
     if count > 1:
@@ -78,15 +77,12 @@ def _partly_copied(args: Sequence[Any], written: Collection[int]) -> Arguments:
 
 
 def _stretches(value: Any) -> list[tuple[int, int]]:
-    tensors: dict[int, torch.Tensor] = {}
-    _collect(value, tensors)
-    return [_stretch(one) for one in tensors.values() if one.layout == torch.strided]
+    return [_stretch(one) for one in tensors_in(value) if one.layout == torch.strided]
 
 
 def _copied(args: Sequence[Any]) -> Arguments:
     """`args` with memory of their own, which they share among themselves as the originals do."""
-    tensors: dict[int, torch.Tensor] = {}
-    _collect(args, tensors)
+    tensors = {id(one): one for one in tensors_in(args)}
     memories = _memories([one for one in tensors.values() if one.layout == torch.strided])
     copies = {key: _copied_tensor(one, memories) for key, one in tensors.items()}
     return tuple(_replaced(value, copies) for value in args)
@@ -107,14 +103,15 @@ def _replaced(value: Any, copies: Mapping[int, torch.Tensor]) -> Any:
     return value
 
 
-def _collect(value: Any, into: dict[int, torch.Tensor]) -> None:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in arguments, also inside of lists, tuples and dicts; one passed twice, twice."""
     if isinstance(value, torch.Tensor):
-        into[id(value)] = value
+        yield value
     elif isinstance(value, dict):
-        _collect(list(value.values()), into)
+        yield from tensors_in(list(value.values()))
     elif isinstance(value, (tuple, list)):
         for item in value:
-            _collect(item, into)
+            yield from tensors_in(item)
 
 
 # Finer than any allocator's own alignment, coarser than any vector load.

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 
 from gristmill.errors import ArgumentError
-from gristmill.select.copies import Arguments, rotation_count
+from gristmill.select.copies import Arguments, rotation_count, tensors_in
 from gristmill.select.device import device_of
 
 Function = Callable[..., Any]
@@ -299,11 +299,4 @@ def _copy_kernel(destination: torch.Tensor, source: torch.Tensor) -> None:
 
 def _cuda_device_of(argsets: Sequence[Any]) -> torch.device | None:
     """The device of the first CUDA tensor among the arguments, None if there is none."""
-    for value in argsets:
-        if isinstance(value, torch.Tensor) and value.is_cuda:
-            return value.device
-        if isinstance(value, (tuple, list, dict)):
-            found = _cuda_device_of(list(value.values()) if isinstance(value, dict) else value)
-            if found is not None:
-                return found
-    return None
+    return next((one.device for one in tensors_in(argsets) if one.is_cuda), None)

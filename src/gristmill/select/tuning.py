@@ -20,7 +20,7 @@ from gristmill.errors import CompileError, CompilerUnavailable, DriverError, Var
 from gristmill.log import logger
 from gristmill.select.chooser import ranked, refusal
 from gristmill.select.configs import config_to_json
-from gristmill.select.copies import Arguments, sets_for_tuning
+from gristmill.select.copies import Arguments, sets_for_tuning, tensors_in
 from gristmill.select.problem import Problem
 from gristmill.select.table import Row, RunnerUp
 from gristmill.select.timing import Timing, time_interleaved
@@ -248,16 +248,6 @@ def _groups(names: Sequence[str]) -> Iterator[Sequence[str]]:
 @contextmanager
 def _undisturbed(args: Sequence[Any]) -> Iterator[None]:
     """No gradients, and random numbers go on afterwards as if nothing had drawn any."""
-    devices = {tensor.device.index for tensor in _tensors(args) if tensor.is_cuda}
+    devices = {tensor.device.index for tensor in tensors_in(args) if tensor.is_cuda}
     with torch.no_grad(), torch.random.fork_rng(devices=sorted(devices)):
         yield
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,6 +18,7 @@ from gristmill.jit.compilers import Compilable
 from gristmill.jit.parallel import Compiled, compile_all
 from gristmill.ops.op import Op
 from gristmill.select.chooser import ranked
+from gristmill.select.copies import tensors_in
 from gristmill.select.device import Device, device_of
 from gristmill.select.overrides import active, batch_invariant
 from gristmill.select.problem import Problem
@@ -261,7 +260,7 @@ class _Run:
 
 def argument_bytes(size: Size) -> int:
     """What the arguments of a problem take, each piece of memory once."""
-    storages = [one.untyped_storage() for one in _tensors(size.make("meta"))]
+    storages = [one.untyped_storage() for one in tensors_in(size.make("meta"))]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
@@ -274,7 +273,3 @@ def free_bytes(device: torch.device) -> int:
         return next(int(line.split()[1]) * 1024 for line in lines if "MemAvailable" in line)
     except (OSError, StopIteration):
         return 1 << 62  # not known: the allocator will say so
-
-
-def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
-    return [value for value in values if isinstance(value, torch.Tensor)]
