@@ -1,0 +1,152 @@
+"""The order in which the tensor cores of Ampere, Ada and Hopper take a weight: layout "fragments".
+
+A weight ``(N, K)`` is cut into slabs of 64 rows and those into chunks of 64 columns, padded with
+zeros: ``ceil(N / 64) * ceil(K / 64)`` pieces of 2048 bytes of codes and 256 bytes of scales, the
+chunks of a slab side by side. A piece is what a warpgroup multiplies at once, and each of its 128
+threads finds its own 32 values in 16 bytes.
+
+Codes: thread `lane = 4 * g + t` of warp `w` holds, in 16 bytes at ``512 * w + 16 * lane``, those of
+row ``16 * w + g`` in two words and those of row ``16 * w + 8 + g`` in two more. The 16 values of a
+row are columns ``16 * j + 8 * h + 2 * t + e`` (j = 0..3, h = 0, 1, e = 0, 1), eight pairs
+``p = 2 * j + h``: the operands of four matrix instructions of 16 columns. Which bit of which word
+holds which bit of which value is `PLACES`; so spread, a pair takes two instructions to become two
+bf16 numbers, and no bit is spent on it.
+
+Scales: row ``16 * w + 8 * r + g`` has its four, one byte each, at ``64 * w + 8 * g + 4 * r``. A byte
+is the number with one more bit of exponent and one less of range: ``(exponent + 20) << 3 |
+mantissa``, so that subnormal scales are ordinary numbers, and 0 for zero, beside which all values
+are zero.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+
+from gristmill.formats.nvfp4 import e2m1
+
+ROWS = COLUMNS = 64  # of a piece
+CODES, SCALES = 2048, 256  # bytes of a piece
+BLOCK = 16
+
+_SHARED = 0x60306030  # bits of the first word that belong to the last two pairs
+
+
+def padded(rows: int, columns: int) -> tuple[int, int]:
+    """How many slabs, and how many chunks in each."""
+    return -(-rows // ROWS), -(-columns // COLUMNS)
+
+
+def _place(pair: int, half: int, bit: int) -> tuple[int, int]:
+    """The word and bit that hold `bit` (3 is the sign) of value `half` of a pair.
+
+    A pair as bf16 numbers has its bits at 15 and 8 to 6 of each half. Pairs 0 to 2 are the first
+    word, rotated right by 4 for pair 1 and shifted left by 6 for pair 2; 3 to 5 are the second
+    word likewise. What is left of both, the second word rotated left by 2, makes a third word:
+    rotated right by 8 it is pair 6, shifted left by 2 pair 7.
+    """
+    at = 16 * half + (15 if bit == 3 else 6 + bit)
+    if pair < 6:
+        return pair // 3, ((at, at + 4, at - 6)[pair % 3]) % 32
+    at = (at + 8) % 32 if pair == 6 else at - 2
+    return (0, at) if _SHARED >> at & 1 else (1, (at - 2) % 32)
+
+
+# By pair, half and bit: (word, bit of the word).
+PLACES = tuple(
+    tuple(tuple(_place(pair, half, bit) for bit in range(4)) for half in range(2))
+    for pair in range(8)
+)
+
+
+@functools.cache
+def scale_codes() -> tuple[int, ...]:
+    """The byte here for each E4M3 byte that is not negative; NaN, which no scale is, has 255."""
+    found = []
+    for byte in range(128):
+        exponent, mantissa = byte >> 3, byte & 7
+        if byte == 127:
+            found.append(255)
+        elif exponent:
+            found.append((exponent + 13) << 3 | mantissa)
+        elif mantissa:
+            power = int(math.log2(mantissa))
+            found.append((power + 11) << 3 | (mantissa << 3 >> power) & 7)
+        else:
+            found.append(0)
+    return tuple(found)
+
+
+@functools.cache
+def _scale_bytes() -> tuple[int, ...]:
+    """The other way; what no scale has is NaN."""
+    back = {code: byte for byte, code in enumerate(scale_codes())}
+    return tuple(back.get(code, 127) for code in range(256))
+
+
+def pack(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes ``(..., N, K / 2)`` and E4M3 scales ``(..., N, K / 16)`` of a checkpoint, in fragments.
+
+    Gives uint8 ``(..., slabs, chunks, 2048)`` and ``(..., slabs, chunks, 256)``.
+    """
+    *stack, rows, half = codes.shape
+    slabs, chunks = padded(rows, 2 * half)
+    raw = scales.contiguous().view(torch.uint8)
+    values = e2m1.unpack(codes)
+    values = values * (raw != 0).repeat_interleave(BLOCK, -1)  # zeros beside a scale of zero
+    values = _whole(values, slabs * ROWS, chunks * COLUMNS)
+    # (slab, w, r, g), (chunk, j, h, t, e) -> slab, chunk, w, g, t, r, pair, e
+    cut = values.view(*stack, slabs, 4, 2, 8, chunks, 8, 4, 2)
+    cut = cut.permute(*range(len(stack)), *(len(stack) + at for at in (0, 4, 1, 3, 6, 2, 5, 7)))
+    words = torch.zeros((*cut.shape[:-2], 2), dtype=torch.int64, device=codes.device)
+    for pair in range(8):
+        for side in range(2):
+            value = cut[..., pair, side].long()
+            for bit in range(4):
+                word, at = PLACES[pair][side][bit]
+                words[..., word] |= (value >> bit & 1) << at
+    packed = words.where(words < 1 << 31, words - (1 << 32)).int().contiguous().view(torch.uint8)
+    packed = packed.reshape(*stack, slabs, chunks, CODES)
+
+    table = torch.tensor(scale_codes() + (255,) * 128, dtype=torch.uint8, device=codes.device)
+    coded = _whole(table[raw.long()], slabs * ROWS, chunks * 4)
+    groups = coded.view(*stack, slabs, 4, 2, 8, chunks, 4)
+    groups = groups.permute(*range(len(stack)), *(len(stack) + at for at in (0, 4, 1, 3, 2, 5)))
+    return packed, groups.reshape(*stack, slabs, chunks, SCALES)
+
+
+def unpack(
+    codes: torch.Tensor, scales: torch.Tensor, rows: int, columns: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The inverse of `pack`: codes ``(..., N, K / 2)`` and E4M3 scales ``(..., N, K / 16)``.
+
+    The same values; codes beside a scale of zero come back as zeros.
+    """
+    *stack, slabs, chunks, _ = codes.shape
+    words = codes.contiguous().view(torch.int32).view(*stack, slabs, chunks, 4, 8, 4, 2, 2)
+    cut = torch.zeros((*words.shape[:-1], 8, 2), dtype=torch.uint8, device=codes.device)
+    for pair in range(8):
+        for side in range(2):
+            for bit in range(4):
+                word, at = PLACES[pair][side][bit]
+                cut[..., pair, side] |= ((words[..., word] >> at & 1) << bit).to(torch.uint8)
+    # slab, chunk, w, g, t, r, pair, e -> (slab, w, r, g), (chunk, pair, t, e)
+    back = cut.permute(*range(len(stack)), *(len(stack) + at for at in (0, 2, 5, 3, 1, 6, 4, 7)))
+    values = back.reshape(*stack, slabs * ROWS, chunks * COLUMNS)[..., :rows, :columns]
+
+    groups = scales.view(*stack, slabs, chunks, 4, 8, 2, 4)
+    groups = groups.permute(*range(len(stack)), *(len(stack) + at for at in (0, 2, 4, 3, 1, 5)))
+    coded = groups.reshape(*stack, slabs * ROWS, chunks * 4)[..., :rows, : columns // BLOCK]
+    table = torch.tensor(_scale_bytes(), dtype=torch.uint8, device=codes.device)
+    return e2m1.pack(values), table[coded.long()].view(torch.float8_e4m3fn)
+
+
+def _whole(values: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Bytes padded with zeros."""
+    whole = torch.zeros(
+        (*values.shape[:-2], rows, columns), dtype=torch.uint8, device=values.device
+    )
+    whole[..., : values.shape[-2], : values.shape[-1]] = values
+    return whole
