@@ -12,7 +12,7 @@ from gristmill.errors import GristmillError
 CPU = torch.device("cpu")
 
 
-OPS = ("rms_norm", "layer_norm", "softmax", "cross_entropy")
+OPS = ("rms_norm", "layer_norm", "softmax", "cross_entropy", "nvfp4_linear")
 
 
 def test_host_measures_three_ways_to_call_each_op(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,7 +27,11 @@ def test_host_measures_three_ways_to_call_each_op(monkeypatch: pytest.MonkeyPatc
     ]
     assert all(0.1 < row["host_us"] < 1e5 for row in results.rows)
     assert not results.timed()  # host time is no kernel time
-    assert len(steps) == host.host_steps() == 12
+    assert len(steps) == host.host_steps() == 15
+    products = [row for row in results.rows if row["op"] == "nvfp4_linear"]
+    assert {(row["M"], row["N"], row["K"], row["shape"]) for row in products} == {
+        (1, 64, 64, "1x64x64")
+    }
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -36,7 +40,7 @@ def test_both_sides_of_a_host_call_compute_the_same(op: str) -> None:
     (ours, args), (eager, eager_args) = calls["gristmill"], calls["eager"]
     assert args == eager_args
     torch.testing.assert_close(ours(*args), eager(*args))
-    assert not any(arg.requires_grad for arg in args)
+    assert not any(arg.requires_grad for arg in args if isinstance(arg, torch.Tensor))
     graded = host.host_calls(op, "forward with grad", (4, 32), torch.float32, CPU)
     for function, arguments in graded.values():
         assert function(*arguments).requires_grad
@@ -67,6 +71,19 @@ def test_start_measures_a_fresh_process(monkeypatch: pytest.MonkeyPatch) -> None
         assert row["variant"] in ("library", "reference")
         assert row["compiles"] == 0
         assert "us" not in row
+
+
+def test_start_of_a_layer_begins_with_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "START_TASKS", ("nvfp4_linear",))
+    monkeypatch.setattr(host, "START_SHAPES", {"nvfp4_linear": ((3, 48, 64),)})
+    results, steps = Results({}), []
+    host.run_start(CPU, results, steps.append, repeats=1)
+    assert [row["cache"] for row in results.rows] == ["empty", "warm"]
+    assert len(steps) == host.start_steps() == 2
+    for row in results.rows:
+        assert row["error"] is None
+        assert (row["M"], row["N"], row["K"], row["shape"]) == (3, 48, 64, "3x48x64")
+        assert 0 < row["prepare_s"] < row["first_call_s"] < 60
 
 
 def test_a_child_that_fails_is_told(tmp_path: Path) -> None:

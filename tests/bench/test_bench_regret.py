@@ -11,7 +11,15 @@ import pytest
 import torch
 
 from gristmill.bench import matrix, regret
-from gristmill.bench.families import KINDS, PRODUCT_ROWS, ROWS, Family, Point, points
+from gristmill.bench.families import (
+    DECODING_ROWS,
+    KINDS,
+    PRODUCT_ROWS,
+    ROWS,
+    Family,
+    Point,
+    points,
+)
 from gristmill.bench.matrix import CHOSEN, Matrix
 from gristmill.bench.regret_report import gains, matrices, measured, unjudged
 from gristmill.bench.results import Results
@@ -339,8 +347,10 @@ def test_the_sizes_on_a_gpu() -> None:
     families: dict[Family, list[int]] = {}
     for point in found:
         families.setdefault(point.family, []).append(point.rows)
+    usual = {"linear_silu": PRODUCT_ROWS, "nvfp4_linear": DECODING_ROWS}
     for family, rows in families.items():
-        assert rows == list(PRODUCT_ROWS if family.name == "linear_silu" else ROWS)
+        assert rows == list(usual.get(family.name, ROWS))
+    assert {1, 2, 4, 8, 16, 32, 64, 128, 256} < set(DECODING_ROWS)
     assert {2**power for power in range(17)} < set(ROWS)
     assert PRODUCT_ROWS[:3] == (64, 128, 192)
     assert PRODUCT_ROWS[-2:] == (3840, 4096)
@@ -349,6 +359,7 @@ def test_the_sizes_on_a_gpu() -> None:
     assert dims["rms_norm"] == [(1024,), (4096,), (8192,)]
     assert dims["cross_entropy_bwd"] == [(32768,), (128256,)]
     assert dims["linear_silu"] == [(4096, 4096), (14336, 4096)]
+    assert dims["nvfp4_linear"] == [(4096, 4096), (8192, 8192), (28672, 4096), (57344, 8192)]
 
 
 def test_quick_and_a_cpu_have_fewer() -> None:

@@ -54,12 +54,14 @@ def peer(name: str, builder: Any) -> Peer:
 
 @pytest.fixture(scope="module")
 def results() -> Results:
-    return run([PEERS["eager"]], TASKS)
+    return run([PEERS["eager"], PEERS["cublas"]], TASKS)
 
 
 def test_one_row_per_problem_and_implementation(results: Results) -> None:
     assert [(row["op"], row["impl"]) for row in results.rows] == [
-        (name, impl) for name in KINDS for impl in (OURS, "eager")
+        (name, impl)
+        for name in KINDS
+        for impl in (OURS, "cublas_bf16" if KINDS[name].fp64 else "eager")
     ]
     assert {(row["M"], row["N"]) for row in results.rows} == {(8, 64)}
     shapes = {row["op"]: row["shape"] for row in results.rows}
@@ -88,7 +90,7 @@ def test_numbers_are_sane(results: Results) -> None:
 
 def test_a_product_has_a_depth_operations_and_a_roof_of_both(results: Results) -> None:
     products = [row for row in results.rows if KINDS[row["op"]].product]
-    assert len(products) == 2 * 4
+    assert len(products) == 2 * 6
     assert not any(
         "K" in row or "tflop_per_s" in row for row in results.rows if row not in products
     )

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
+from gristmill.bench.layers import FEW, MODELS, TOKENS
 from gristmill.bench.suites import (
     CPU_LIMIT,
     KERNEL_SUITES,
@@ -14,6 +16,7 @@ from gristmill.bench.suites import (
     SHAPES,
     SUITES,
     Task,
+    layers_of,
     tasks,
     written,
 )
@@ -31,13 +34,17 @@ FAMILIES = {
         "cross_entropy_train",
     ],
     "linear": ["linear", "linear_relu", "linear_silu", "linear_gelu"],
+    "nvfp4_linear": ["nvfp4_linear", "nvfp4_linear_fp8"],
 }
+# N x K and M that others' recorded results have, and that the goals are about.
+RECORDED = ((4096, 4096), (8192, 8192), (28672, 4096), (57344, 8192))
+RECORDED_ROWS = (1, 4, 16, 64, 256, 1024, 4096)
 
 
 def test_a_gpu_runs_every_shape_of_every_task() -> None:
     found, notes = tasks("cuda")
     assert len(found) == len(set(found))
-    assert len(found) == 6 * 14 + 2 * (14 + 2) + 2 * 2 + 4 * 8 + 4 * 30
+    assert len(found) == 6 * 14 + 2 * (14 + 2) + 2 * 2 + 4 * 8 + 4 * 30 + 17 * (12 + 4)
     assert {task.dtype for task in found} == {"bfloat16"}
     assert notes == []
 
@@ -57,6 +64,61 @@ def test_the_shapes_of_each_family() -> None:
     for name in FAMILIES["linear"]:
         assert shapes[name] == list(PRODUCTS)
     assert {shape[0] for shape in PRODUCTS} >= {1, 16, 64, 256, 1024, 4096}
+
+
+def test_the_layers_over_nvfp4() -> None:
+    """Those of recorded results, and of four models; rounded activations where they can pay."""
+    shapes = {task.shape for task in tasks("cuda", names=["nvfp4_linear"])[0]}
+    assert shapes >= {(rows, *layer) for rows in RECORDED_ROWS for layer in RECORDED}
+    assert shapes >= {(128, 51200, 5120), (2, 2112, 7168), (8, 7168, 16384), (32, 4096, 14336)}
+    assert {shape[0] for shape in shapes} == {2**power for power in range(11)} | {4096}
+    layers = {shape[1:] for shape in shapes}
+    assert layers == {layer for model in MODELS.values() for layer in model}
+    assert set(FEW) == set(RECORDED)
+    rounded = {task.shape for task in tasks("cuda", names=["nvfp4_linear_fp8"])[0]}
+    assert rounded == {shape for shape in shapes if shape[0] >= 256}
+
+
+def test_products_by_layer_and_by_rows() -> None:
+    names = ["nvfp4_linear", "linear"]
+    found, _ = tasks("cuda", names=names, layers=[(8192, 8192), (48, 32)], rows=[3, 64])
+    assert [(task.name, written(task.shape)) for task in found] == [
+        (name, shape)
+        for name in names
+        for shape in ("3x8192x8192", "64x8192x8192", "3x48x32", "64x48x32")
+    ]
+    found, _ = tasks("cuda", suites=["nvfp4_linear"], layers=[(48, 32)])
+    assert [task.rows for task in found if task.name == "nvfp4_linear"] == list(TOKENS)
+    assert [task.rows for task in found if task.name == "nvfp4_linear_fp8"] == [
+        256,
+        512,
+        1024,
+        4096,
+    ]
+    found, _ = tasks("cuda", rows=[16])
+    assert {task.name for task in found} == {*FAMILIES["linear"], *FAMILIES["nvfp4_linear"]}
+    assert sum(task.name == "nvfp4_linear" for task in found) == 17
+    found, _ = tasks("cuda", names=["nvfp4_linear"], layers=FEW, rows=[1], quick=True)
+    assert [task.shape for task in found] == [(1, *layer) for layer in FEW]
+
+
+@pytest.mark.parametrize("filters", [{"layers": [(64, 64)]}, {"rows": [3]}])
+def test_layers_and_rows_of_what_has_none(filters: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match="none of these tasks has them"):
+        tasks("cuda", suites=["softmax"], **filters)
+    with pytest.raises(ArgumentError, match="a shape by hand has both"):
+        tasks("cuda", names=["linear"], shapes=[(4, 64, 64)], **filters)
+
+
+def test_layers_by_name() -> None:
+    assert layers_of("few") == FEW
+    assert layers_of("qwen3_32b") == MODELS["qwen3_32b"]
+    assert layers_of("48x32") == ((48, 32),)
+    with pytest.raises(ArgumentError, match=r"set of layers 'lama3_8b' \(did you mean llama3_8b"):
+        layers_of("lama3_8b")
+    for text in ("48", "48x", "1x2x3", "0x16", "4x-1"):
+        with pytest.raises(ArgumentError, match=f"'{text}': a layer is N x K"):
+            layers_of(text)
 
 
 @pytest.mark.parametrize("suite", FAMILIES)

@@ -96,6 +96,23 @@ def test_there_and_back(tmp_path: Path) -> None:
     assert list(checkpoint.modules()) == ["a", "b"]
 
 
+@pytest.mark.parametrize("arch", ["cpu", "sm_80", "sm_90a", "sm_100a"])
+def test_what_is_prepared_for_a_gpu_is_unpacked(tmp_path: Path, arch: str) -> None:
+    q, k = weight(64, 64), weight(40, 64, 1, 0.5)
+    experts = stacked(weight(16, 32, 2), weight(16, 32, 3, 0.5))
+    packed = {"a.qk_proj": below(q, k).prepare(arch), "b.experts.down_proj": experts.prepare(arch)}
+    shards = {"a.qk_proj": {"q_proj": 64, "k_proj": 40}}
+    save_modelopt(tmp_path, {**packed, "n.weight": torch.ones(3)}, shards=shards)
+    checkpoint = Checkpoint(tmp_path)
+    assert same(checkpoint.linear("a.q_proj"), q)
+    assert same(checkpoint.linear("a.k_proj"), k)
+    for number in range(2):
+        found = checkpoint.linear(f"b.experts.{number}.down_proj")
+        assert same_bits(found.codes, experts.codes[number])
+        assert same_bits(found.scales, experts.scales[number])
+        assert same_bits(found.row_scale, experts.row_scale[number])
+
+
 def test_a_fused_weight_is_split_into_its_shards(tmp_path: Path) -> None:
     parts = [weight(rows, 32, rows, scale) for rows, scale in ((16, 0.5), (8, 0.01), (8, 3.0))]
     fused = below(*parts)
@@ -231,7 +248,6 @@ def test_rows_of_different_scales_are_refused(tmp_path: Path) -> None:
     ("weights", "options", "message"),
     [
         ({"a": 3}, {}, "a must be an NVFP4Tensor or a tensor, got int"),
-        ({"a": weight(8, 32).prepare()}, {}, "a must be an NVFP4Tensor .* got PackedNVFP4"),
         ({"a": weight(8, 32)}, {"kv_cache": "int8"}, "kv_cache must be None or 'fp8', got 'int8'"),
         ({"a": weight(8, 32)}, {"activations": True}, r"there is no a\.input_scale"),
         ({"a": weight(8, 32)}, {"shards": {"b": {"c": 8}}}, "shards speaks of what .*: b"),

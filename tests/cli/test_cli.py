@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 import gristmill
+from gristmill.bench.suites import KERNEL_SUITES
 from gristmill.cli.app import app
 from gristmill.ops.registry import OPS
 from gristmill.settings import VARIABLES, reload_settings
@@ -197,6 +198,10 @@ def test_explain_as_text_names_the_choice(run: Run) -> None:
         ("bench host --op no_op", "unknown op 'no_op'"),
         ("bench --peers quak", "did you mean quack?"),
         ("bench --shape 4", "'4': a benchmark takes rows x columns"),
+        ("bench --layers no_model", "unknown set of layers 'no_model': there are few"),
+        ("bench --layers 4x4x4", "'4x4x4': a layer is N x K"),
+        ("bench linear --rows 0", "'0' is no number of rows"),
+        ("bench softmax --rows 4", "none of these tasks has them"),
         ("bench --device tpu9", "'tpu9' is not a device"),
         ("bench --read no_such.json", "no_such.json is not a file of benchmark results"),
     ],
@@ -317,7 +322,24 @@ def test_bench_without_a_suite_measures_every_family(
     result = run("bench --quick --device cpu")
     assert result.exit_code == 0, result.output
     families = {task.kind.suite for task in seen}
-    assert families == {"rms_norm", "layer_norm", "softmax", "cross_entropy", "linear"}
+    assert families == set(KERNEL_SUITES)
+
+
+def test_bench_takes_layers_and_rows_of_products(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    result = run(
+        "bench nvfp4_linear --op nvfp4_linear --layers 64x128,48x32 --rows 1,3 --peers cublas "
+        f"--samples 1 --device cpu --json {path}"
+    )
+    assert result.exit_code == 0, result.output
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["shape"], row["impl"]) for row in rows] == [
+        (shape, impl)
+        for shape in ("1x64x128", "3x64x128", "1x48x32", "3x48x32")
+        for impl in ("gristmill", "cublas_bf16")
+    ]
+    assert all(row["fp64_error"] < 0.005 for row in rows)
+    assert "errors against fp64" in result.output
 
 
 def test_bench_shows_an_earlier_run(run: Run, tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def composed(
         # torch rounds to its dtype before the activation, too.
         narrow = where == "cuda" and args[0].dtype.itemsize == 2
         return args[0].dtype if narrow else False
-    if variant != "library":
+    if variant not in ("library", "dequantized"):
         return False
     if op.name in ("nvfp4_linear_backward", "nvfp4_moe", "nvfp4_moe_backward"):
         dtype: torch.dtype = args[0].dtype

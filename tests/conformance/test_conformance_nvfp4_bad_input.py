@@ -11,7 +11,9 @@ import torch
 import gristmill
 from gristmill import nvfp4
 from gristmill.errors import ArgumentError, DtypeError, GristmillError, VariantUnavailable
+from gristmill.formats.nvfp4 import fragments
 from gristmill.ops.nvfp4_linear import linear_backward, linear_of
+from gristmill.ops.nvfp4_linear.cases import backward_example, forward_example
 from gristmill.ops.nvfp4_moe import moe_backward, moe_of
 from gristmill.ops.op import Op
 from gristmill.ops.registry import OPS
@@ -52,7 +54,12 @@ LINEAR: list[Wrong] = [
     ("row_scale", ones(32, dtype=torch.bfloat16), DtypeError, ["float32", "bfloat16"]),
     ("row_scale", torch.tensor(1.0), ArgumentError, [r"shape \(32,\), one for each row", r"\(\)"]),
     ("row_scale", ones(31), ArgumentError, [r"shape \(32,\), one for each row", r"\(31,\)"]),
-    ("layout", "columns", ArgumentError, ["'rows' or 'tiles'", "got 'columns'"]),
+    (
+        "layout",
+        "columns",
+        ArgumentError,
+        ["'rows' or 'tiles' or 'fragments'", "got 'columns'"],
+    ),
 ]
 LINEAR_FORWARD: list[Wrong] = [
     *LINEAR,
@@ -72,12 +79,17 @@ LINEAR_FORWARD: list[Wrong] = [
     ("bias", ones(32, device="meta"), ArgumentError, ["on meta", "x on cpu"]),
     ("out_dtype", torch.int8, DtypeError, [FLOATS, "int8"]),
     ("out_dtype", "float32", DtypeError, [FLOATS, "got str"]),
+    ("act", "fp4", ArgumentError, ["None, 'fp8' or 'nvfp4'", "got 'fp4'"]),
+    ("act", torch.bfloat16, ArgumentError, ["None, 'fp8' or 'nvfp4'", "got torch.bfloat16"]),
 ]
 LINEAR_BACKWARD: list[Wrong] = [
     *LINEAR,
     ("dy", ones(4, 64), ArgumentError, ["must end in N = 32", r"got shape \(4, 64\)"]),
     ("dy", 1.0, DtypeError, ["must be a torch.Tensor", "float"]),
     ("dtype", torch.int8, DtypeError, [FLOATS, "int8"]),
+    ("columns", 80, ArgumentError, ["must be K = 64", r"\(32, 64\)", "got 80"]),
+    ("columns", None, DtypeError, ["must be an int", "NoneType"]),
+    ("columns", 64.0, DtypeError, ["must be an int", "float"]),
 ]
 IDS = torch.zeros(4, 2, dtype=torch.int64)
 MOE: list[Wrong] = [
@@ -105,7 +117,7 @@ MOE: list[Wrong] = [
     ("limit", "seven", DtypeError, ["a number", "str"]),
     ("expert_map", ones(5), DtypeError, ["int32 or int64", "float32"]),
     ("expert_map", IDS, ArgumentError, [r"\(experts of the model,\)", r"got \(4, 2\)"]),
-    ("layout", "tile", ArgumentError, ["'rows' or 'tiles'", "got 'tile'"]),
+    ("layout", "tile", ArgumentError, ["'rows' or 'tiles' or 'fragments'", "got 'tile'"]),
 ]
 MOE_BACKWARD: list[Wrong] = [
     ("dy", ones(4, 31), ArgumentError, [r"hidden_states, \(4, 32\)", r"got \(4, 31\)"]),
@@ -148,7 +160,7 @@ def test_wrong_argument(
 def test_the_registered_op_checks_too(name: str) -> None:
     op = OPS[name]
     values = good(op)
-    with pytest.raises(ArgumentError, match=rf"^{name}: layout must be 'rows' or 'tiles'"):
+    with pytest.raises(ArgumentError, match=rf"^{name}: layout must be 'rows' or 'tile"):
         op.overload(*{**values, "layout": "other"}.values())
 
 
@@ -156,6 +168,85 @@ def test_the_wrong_layout_is_told_by_the_scales() -> None:
     values = good(OPS["nvfp4_linear"])
     with pytest.raises(ArgumentError, match=r"scales must have shape \(512,\) in layout 'tiles'"):
         linear_of(*{**values, "layout": "tiles"}.values())
+
+
+# A weight (130, 80) in fragments: three slabs, two chunks.
+PIECES = (3, 2, 2048)
+IN_FRAGMENTS: list[Wrong] = [
+    ("codes", ones(130, 40, dtype=INT8), ArgumentError, [r"\(3, 2, 2048\) in", r"got \(130, 40\)"]),
+    ("codes", ones(2, 2, 2048, dtype=INT8), ArgumentError, [r"\(3, 2, 2048\)", "N = 130"]),
+    ("codes", ones(3, 3, 2048, dtype=INT8), ArgumentError, [r"\(3, 2, 2048\)", "K = 80"]),
+    ("codes", ones(*PIECES), DtypeError, ["tensor of torch.uint8", "float32"]),
+    ("scales", ones(130, 5, dtype=E4M3), DtypeError, ["tensor of torch.uint8", "float8_e4m3fn"]),
+    ("scales", ones(3, 2, 128, dtype=INT8), ArgumentError, [r"\(3, 2, 256\)", r"\(3, 2, 128\)"]),
+    ("row_scale", ones(3, 130), ArgumentError, [r"\(N,\)", r"\(3, 130\)", r"nvfp4\.moe"]),
+    ("row_scale", torch.tensor(1.0), ArgumentError, [r"\(N,\)", r"got \(\)$"]),
+    ("row_scale", ones(130).half(), DtypeError, ["float32", "float16"]),
+    ("bias", ones(192), ArgumentError, [r"shape \(130,\)", r"got \(192,\)"]),
+]
+
+
+@pytest.mark.parametrize("name", ["nvfp4_linear", "nvfp4_linear_backward"])
+@pytest.mark.parametrize(("wrong", "value", "error", "words"), IN_FRAGMENTS)
+def test_wrong_fragments(
+    wrong: str, value: Any, error: type[GristmillError], words: list[str], name: str
+) -> None:
+    values = fragments_call(name)
+    if wrong not in values:
+        pytest.skip("has no such argument")
+    with pytest.raises(error, match=".*".join([f"^{name}: {wrong} ", *words])):
+        FUNCTIONS[name](*{**values, wrong: value}.values())
+
+
+def test_columns_that_fragments_do_not_have() -> None:
+    values = fragments_call("nvfp4_linear")
+    for columns, words in (
+        (64, r"codes must have shape \(3, 1, 2048\).*K = 64 columns, as the call has"),
+        (144, r"codes must have shape \(3, 3, 2048\).*K = 144 columns"),
+        (88, r"columns in blocks of 16, but the call has K = 88"),
+    ):
+        with pytest.raises(ArgumentError, match=f"^nvfp4_linear: .*{words}"):
+            linear_of(*{**values, "x": ones(4, columns)}.values())
+    values = fragments_call("nvfp4_linear_backward")
+    for columns in (64, 144, 88):
+        with pytest.raises(ArgumentError, match=rf"^nvfp4_linear_backward: codes .*K = {columns}"):
+            linear_backward(*{**values, "columns": columns}.values())
+    with pytest.raises(ArgumentError, match=r"dy must end in N = 130.*got shape \(4, 192\)"):
+        linear_backward(*{**values, "dy": ones(4, 192)}.values())
+
+
+def test_padding_is_no_column_of_a_packed_weight() -> None:
+    """80 columns and 96 make the same two chunks: what users hold knows which it is."""
+    packed = nvfp4.quantize(torch.randn(130, 80)).prepare("sm_90a")
+    assert packed.layout == "fragments"
+    with pytest.raises(ArgumentError, match=r"^nvfp4_linear: x must end in K = 80.*\(4, 96\)"):
+        nvfp4.linear(torch.randn(4, 96), packed)
+    with pytest.raises(DtypeError, match=r"^nvfp4_linear: x must be a torch.Tensor"):
+        nvfp4.linear([1.0], packed)
+    with pytest.raises(ArgumentError, match=r"^nvfp4_linear: x must have at least one dim"):
+        nvfp4.linear(torch.tensor(1.0), packed)
+
+
+def test_padding_is_no_column_of_packed_experts() -> None:
+    def stack(*shape: int) -> nvfp4.PackedNVFP4:
+        weight = nvfp4.quantize(torch.randn(3, *shape))
+        codes, scales = fragments.pack(weight.codes, weight.scales)
+        return nvfp4.PackedNVFP4(codes, scales, weight.row_scale, "fragments", shape[-1])
+
+    weights = torch.rand(4, 2)
+    with pytest.raises(ArgumentError, match=r"w13 must .* H = 96, got \(3, 96, 80\)"):
+        nvfp4.moe(torch.randn(4, 96), weights, IDS, stack(96, 80), stack(80, 48))
+    with pytest.raises(ArgumentError, match=r"w2 must .* I = 48, got \(3, 80, 32\)"):
+        nvfp4.moe(torch.randn(4, 80), weights, IDS, stack(96, 80), stack(80, 32))
+    with pytest.raises(ArgumentError, match=r"w2 must .* = \(3, 80, 48\) .*\(3, 144, 48\)"):
+        nvfp4.moe(torch.randn(4, 80), weights, IDS, stack(96, 80), stack(144, 48))
+    assert nvfp4.moe(torch.randn(4, 80), weights, IDS, stack(96, 80), stack(80, 48)).any()
+
+
+def fragments_call(name: str) -> dict[str, Any]:
+    names = [argument.name for argument in OPS[name].overload._schema.arguments]
+    example = forward_example if name == "nvfp4_linear" else backward_example
+    return dict(zip(names, example((4, 130, 80), torch.float32, "cpu", "sm_90a"), strict=True))
 
 
 def test_experts_that_do_not_fit_together() -> None:

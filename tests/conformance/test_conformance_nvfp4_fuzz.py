@@ -19,7 +19,7 @@ hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies
 
 DTYPES = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
-LAYOUTS = st.sampled_from(["rows", "rows", "tiles"])
+LAYOUTS = st.sampled_from(["rows", "tiles", "fragments"])
 BLOCKS = st.integers(1, 20).map(lambda count: 16 * count)
 SETTINGS = hypothesis.settings(
     max_examples=100 if torch.cuda.is_available() else 40,
@@ -69,7 +69,8 @@ def linears(draw: Any) -> tuple[str, tuple[Any, ...]]:
     if draw(st.booleans()):
         bias = torch.randn(rows, generator=generator).to(draw(DTYPES))
     out = draw(st.one_of(st.none(), DTYPES))
-    return "nvfp4_linear", (x, *weight[:3], bias, layout, out)
+    act = draw(st.sampled_from([None, None, "fp8", "nvfp4"]))
+    return "nvfp4_linear", (x, *weight[:3], bias, layout, out, act)
 
 
 @st.composite

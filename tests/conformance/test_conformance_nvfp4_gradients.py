@@ -52,6 +52,13 @@ NAMES = (
     "0 by 16x32",
     "tiles",
     "tiles per row",
+    "fragments, 9 by 130x208",
+    "fragments, x float64 bias float32",
+    "fragments, out float32",
+    "fragments, vector",
+    "fragments, 4 by 24x0",
+    "fragments, per row fp16",
+    "fragments, fp8",
     "per row fp16",
     "columns strided",
 )
@@ -67,8 +74,8 @@ def test_gradients_of_linear(name: str, how: str, device: str) -> None:
     y = linear(how, *made)
     generator = torch.Generator().manual_seed(5)
     dy = torch.randn(y.shape, generator=generator).to(y.dtype).to(device)
-    x, codes, scales, row_scale, bias, layout, _ = made
-    backward = (dy, codes, scales, row_scale, layout, x.dtype)
+    x, codes, scales, row_scale, bias, layout, _, _ = made
+    backward = (dy, codes, scales, row_scale, layout, x.shape[-1], x.dtype)
     (truth,) = truth_of("nvfp4_linear_backward", backward)
     (limit,) = allowed(LINEAR_BACKWARD, backward, [truth])
     problem = LINEAR_BACKWARD.problem(*backward)
@@ -123,7 +130,7 @@ def test_gradients_of_moe(
 
 
 @both_ways
-@pytest.mark.parametrize("layout", ["rows", "tiles"])
+@pytest.mark.parametrize("layout", ["rows", "tiles", "fragments"])
 def test_gradcheck_of_linear(layout: str, how: str) -> None:
     generator = torch.Generator().manual_seed(0)
     parts = random_weight((7, 32), "cpu", layout=layout, generator=generator, per_row=True)[:3]

@@ -261,10 +261,9 @@ def _dims(op: Op, args: tuple[Any, ...]) -> dict[str, int]:
     if op.name == "matmul":
         return dict(zip(("K", "N"), named["b"].shape[-2:], strict=True))
     if "nvfp4_linear" in op.name:
-        rows, half = named["codes"].shape
-        return {"N": rows, "K": 2 * half}
-    (experts, hidden, half), topk = named["w2_codes"].shape, named["topk_ids"].shape[1]
-    return {"E": experts, "k": topk, "H": hidden, "I": 2 * half}
+        return {"N": len(named["row_scale"]), "K": named.get("columns", args[0].shape[-1])}
+    (experts, hidden), topk = named["w2_row_scale"].shape, named["topk_ids"].shape[1]
+    return {"E": experts, "k": topk, "H": hidden, "I": named["w13_row_scale"].shape[1] // 2}
 
 
 def test_counters_are_plain_numbers() -> None:

@@ -68,7 +68,7 @@ unsigned long long exchange(const char* what, unsigned mask, unsigned long long 
 inline constexpr char sync_name[] = "__syncwarp", shuffle_name[] = "__shfl_xor_sync";
 unsigned lane();
 const char* launch(void (*invoke)(const void*, const void*), const void* kernel, const Shape& shape,
-                   const void* params);
+                   const void* params, unsigned shared_alignment);
 
 // Alignment, bounds, permission. `last` remembers where the previous access of this kind fell, which is nearly
 // always where this one falls too.
@@ -93,12 +93,13 @@ void invoke(const void* kernel, const void* params) {
 // Entry point of the drivers that harness.py writes: a kernel takes one struct by value, and the bytes that the
 // host packed must be that struct, but for padding at its end.
 template <class Params>
-const char* launch(void (*kernel)(Params), const Shape* shape, const void* packed, unsigned long long bytes) {
+const char* launch(void (*kernel)(Params), const Shape* shape, const void* packed, unsigned long long bytes,
+                   unsigned shared_alignment) {
   const unsigned long long rounded = (bytes + alignof(Params) - 1) / alignof(Params) * alignof(Params);
   if (rounded != sizeof(Params)) return "the packed parameters are not as long as the kernel's parameter struct";
-  alignas(16) unsigned char params[sizeof(Params)] = {};
+  alignas(Params) alignas(16) unsigned char params[sizeof(Params)] = {};
   std::memcpy(params, packed, bytes);
-  return launch(invoke<Params>, reinterpret_cast<const void*>(kernel), *shape, params);
+  return launch(invoke<Params>, reinterpret_cast<const void*>(kernel), *shape, params, shared_alignment);
 }
 
 inline float float_of(unsigned bits) {
@@ -225,13 +226,8 @@ void barrier_wait(unsigned long long* barrier, unsigned parity);
 void store_remote(float* address, unsigned rank, float value, unsigned long long* barrier);
 void bulk_copy(void* shared_destination, const void* global_source, unsigned bytes, unsigned long long* barrier);
 
-// Arrives at once: a kernel that forgets to wait is not caught here, one that copies badly is.
-inline void copy_async(void* shared_destination, const void* source) {
-  emulation::check("copy_async", emulation::last_loaded, source, 16, false);
-  emulation::traffic.loaded += 16;
-  std::memcpy(shared_destination, source, 16);
-}
-inline void copy_async_wait() {}
+void copy_async(void* shared_destination, const void* source);
+void copy_async_wait();
 
 template <int BYTES>
 inline void load_global(unsigned* out, const void* pointer) {

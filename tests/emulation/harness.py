@@ -14,10 +14,11 @@ import hashlib
 import json
 import os
 import shutil
+import struct
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import resources
@@ -30,7 +31,7 @@ import torch
 from gristmill.jit.program import Program
 
 HERE = Path(__file__).parent
-RUNTIME_SOURCES = ("scheduler.cpp", "machine.cpp")
+RUNTIME_SOURCES = ("scheduler.cpp", "machine.cpp", "tensor_copies.cpp", "matrices.cpp")
 
 # Contraction is off so that every machine computes the same: kernels say fmaf where they mean it.
 FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-fno-gnu-unique", "-w")
@@ -73,9 +74,41 @@ def writable(tensor: torch.Tensor) -> Buffer:
     return Buffer(buffer.pointer, buffer.bytes, writable=True)
 
 
+_MAP = struct.Struct("@QQQQQIIII72x")
+_MAP_TAG = 0x7E4502A9
+
+
+def tensor_map(
+    tensor: torch.Tensor, box_rows: int, box_columns: int, *, swizzle: bool = True
+) -> bytes:
+    """The 128 bytes that stand for a TensorMap of a matrix, with boxes of so many rows and columns.
+
+    `swizzle`: boxes lie in shared memory in the order that tensor maps call 128-byte swizzle.
+    """
+    rows, columns = tensor.shape
+    size, box = tensor.element_size(), (box_rows, box_columns)
+    map_at = maps_of_rows("", size, columns, rows, tensor.stride(0), box, swizzle=swizzle)
+    return map_at(tensor.data_ptr())
+
+
+def maps_of_rows(
+    dtype: str,
+    itemsize: int,
+    columns: int,
+    rows: int,
+    stride: int,
+    box: tuple[int, int],
+    *,
+    swizzle: bool = True,
+) -> Callable[[int], bytes]:
+    """In place of `gristmill.jit.tensor_map.maps_of_rows`, which asks the driver."""
+    shape = (columns, rows, stride * itemsize, box[1], box[0], itemsize, 128 if swizzle else 0)
+    return lambda address: _MAP.pack(_MAP_TAG, address, *shape)
+
+
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes moved by load_global, store_global and bulk_copy; fiber switches."""
+    """Bytes moved: by loads and each thread's copies, by stores, in bulk; fiber switches."""
 
     loaded: int
     stored: int
@@ -264,10 +297,15 @@ def _driver(source: str, names: Sequence[str]) -> str:
         f'extern "C" __attribute__((visibility("default")))\n'
         f"const char* launch_{index}(const emulation::Shape* shape, const void* params,"
         f" unsigned long long bytes) {{\n"
-        f"  return emulation::launch(&{name}, shape, params, bytes);\n}}\n"
+        f"  return emulation::launch(&{name}, shape, params, bytes, EMULATION_SHARED_ALIGNMENT);\n"
+        f"}}\n"
         for index, name in enumerate(names)
     ]
-    return f'#include "emulation.h"\n#include "{source}"\n\n' + "\n".join(functions)
+    alignment = (
+        "#ifndef EMULATION_SHARED_ALIGNMENT\n#define EMULATION_SHARED_ALIGNMENT 16\n#endif\n"
+    )
+    start = f'#include "emulation.h"\n#include "{source}"\n{alignment}\n'
+    return start + "\n".join(functions)
 
 
 def _digest(parts: Sequence[str]) -> str:

@@ -16,6 +16,7 @@ const Range nowhere = {1, 0, 0};
 const Range *last_loaded = &nowhere, *last_stored = &nowhere;
 std::vector<Barrier> barriers;
 std::deque<Copy> copies;
+std::deque<TensorMap> maps;
 
 namespace {
 
@@ -27,6 +28,12 @@ void finish_collectives(Warp& warp, const Fiber* running) {
       continue;
     }
     warp.pending.erase(warp.pending.begin() + index);
+    if (collective.finish) {
+      if (collective.arrived != collective.mask) fail("%s: a lane of the warp has returned", collective.what);
+      void* lanes[warp_lanes];
+      std::memcpy(lanes, warp.values, sizeof lanes);
+      collective.finish(lanes);
+    }
     for (unsigned lane = 0; lane < warp_lanes; ++lane) {
       if (!(collective.arrived >> lane & 1u)) continue;
       const unsigned source = warp.sources[lane];
@@ -62,6 +69,41 @@ void finish_phase(Barrier& barrier) {
   make_ready(barrier.waiting);
 }
 
+// The last lane to arrive hands out everybody's result, so a fast lane's next call cannot disturb a slow one.
+unsigned long long join(const char* what, unsigned mask, unsigned long long value, unsigned source, Finish finish) {
+  Fiber& fiber = self();
+  Warp& warp = fiber.home->warps[fiber.thread.x / warp_lanes];
+  const unsigned me = lane(), bit = 1u << me;
+  if (!(mask & bit)) fail("%s: lane %u calls with mask %#x, which does not name it", what, me, mask);
+  warp.values[me] = value;
+  warp.sources[me] = source;
+  Collective* collective = nullptr;
+  for (Collective& pending : warp.pending)
+    if (pending.mask == mask && pending.what == what) collective = &pending;
+  if (collective == nullptr) {
+    warp.pending.push_back({what, mask, 0, finish});
+    collective = &warp.pending.back();
+  }
+  collective->arrived |= bit;
+  if (((collective->arrived | warp.exited) & mask) == mask)
+    finish_collectives(warp, &fiber);
+  else
+    wait(what);
+  return warp.results[me];
+}
+
+// What can be told only when the last thread has returned.
+void end(const Block& block) {
+  check_groups(block);
+  for (const Copy& copy : copies)
+    if (in_shared(block, copy.destination, copy.bytes))
+      fail("the block ends while a copy into its shared memory is in flight");
+  for (const char* byte = block.shared + shape->shared_bytes; byte < block.window + shared_capacity; ++byte)
+    if (*byte != char(0xff)) fail("something was written past the end of shared memory");
+}
+
+}  // namespace
+
 Barrier& barrier_at(const char* what, const unsigned long long* address) {
   const unsigned long long index = *address ^ barrier_tag;
   if (index >= barriers.size() || barriers[index].address != address)
@@ -81,14 +123,31 @@ bool in_shared(const Block& block, const void* pointer, unsigned long bytes) {
   return address >= block.shared && address + bytes <= block.shared + shape->shared_bytes;
 }
 
-}  // namespace
+void arrive_at(const char* what, Barrier& barrier, unsigned bytes) {
+  if (barrier.missing == 0) fail("%s: more arrivals in one phase than the barrier's count", what);
+  --barrier.missing;
+  barrier.expected_bytes += bytes;
+  if (barrier.expected_bytes > max_expected_bytes) fail("%s: more bytes than a barrier can count", what);
+  finish_phase(barrier);
+}
+
+Block& neighbour(const char* what, unsigned rank) {
+  if (rank >= shape->cluster) fail("%s rank %u of a cluster of %u blocks", what, rank, shape->cluster);
+  Block& target = *self().home->cluster->blocks[rank];
+  if (!target.started) fail("%s rank %u, which may not have started: synchronise the cluster", what, rank);
+  if (target.live == 0) fail("%s rank %u, which has ended", what, rank);
+  return target;
+}
 
 bool land_copy() {
   if (copies.empty()) return false;
   std::swap(copies.front(), copies[pick(unsigned(copies.size()))]);
   const Copy copy = copies.front();
   copies.pop_front();
-  std::memcpy(copy.destination, copy.source ? copy.source : reinterpret_cast<const char*>(&copy.value), copy.bytes);
+  if (copy.map)
+    land_box(copy);
+  else
+    std::memcpy(copy.destination, copy.source ? copy.source : reinterpret_cast<const char*>(&copy.value), copy.bytes);
   barriers[copy.barrier].expected_bytes -= copy.bytes;
   idle_spins = 0;
   finish_phase(barriers[copy.barrier]);
@@ -97,14 +156,12 @@ bool land_copy() {
 
 void leave(Fiber& fiber) {
   Block& block = *fiber.home;
+  if (!fiber.in_flight.products.empty()) fail("the thread ends while a multiply_group() of it is in flight");
   Warp& warp = block.warps[fiber.thread.x / warp_lanes];
   warp.exited |= 1u << lane();
   finish_collectives(warp, nullptr);
   --block.live;
-  if (block.live == 0)
-    for (const Copy& copy : copies)
-      if (in_shared(block, copy.destination, copy.bytes))
-        fail("the block ends while a copy into its shared memory is in flight");
+  if (block.live == 0) end(block);
   finish_block_barrier(block);
   if (fiber.cluster_phase == ClusterPhase::arrived) --block.cluster->arrived;
   fiber.cluster_phase = ClusterPhase::outside;
@@ -138,27 +195,12 @@ const Range* find_range(const char* what, unsigned long long address, unsigned b
 
 unsigned lane() { return place->thread.x % warp_lanes; }
 
-// The last lane to arrive hands out everybody's result, so a fast lane's next call cannot disturb a slow one.
 unsigned long long exchange(const char* what, unsigned mask, unsigned long long value, unsigned source) {
-  Fiber& fiber = self();
-  Warp& warp = fiber.home->warps[fiber.thread.x / warp_lanes];
-  const unsigned me = lane(), bit = 1u << me;
-  if (!(mask & bit)) fail("%s: lane %u calls with mask %#x, which does not name it", what, me, mask);
-  warp.values[me] = value;
-  warp.sources[me] = source;
-  Collective* collective = nullptr;
-  for (Collective& pending : warp.pending)
-    if (pending.mask == mask && pending.what == what) collective = &pending;
-  if (collective == nullptr) {
-    warp.pending.push_back({what, mask, 0});
-    collective = &warp.pending.back();
-  }
-  collective->arrived |= bit;
-  if (((collective->arrived | warp.exited) & mask) == mask)
-    finish_collectives(warp, &fiber);
-  else
-    wait(what);
-  return warp.results[me];
+  return join(what, mask, value, source, nullptr);
+}
+
+void meet(const char* what, void* mine, Finish finish) {
+  join(what, ~0u, reinterpret_cast<unsigned long long>(mine), lane(), finish);
 }
 
 }  // namespace emulation
@@ -250,12 +292,7 @@ void barrier_init_fence() {
 }
 
 void barrier_expect(unsigned long long* address, unsigned bytes) {
-  Barrier& barrier = barrier_at("barrier_expect", address);
-  if (barrier.missing == 0) fail("barrier_expect: more arrivals in one phase than the barrier's count");
-  --barrier.missing;
-  barrier.expected_bytes += bytes;
-  if (barrier.expected_bytes > max_expected_bytes) fail("barrier_expect: more bytes than a barrier can count");
-  finish_phase(barrier);
+  arrive_at("barrier_expect", barrier_at("barrier_expect", address), bytes);
 }
 
 void barrier_wait(unsigned long long* address, unsigned parity) {
@@ -270,30 +307,52 @@ void barrier_wait(unsigned long long* address, unsigned parity) {
 // still read, gets NaN.
 void store_remote(float* address, unsigned rank, float value, unsigned long long* barrier_address) {
   Block& block = *self().home;
-  if (rank >= shape->cluster) fail("store_remote to rank %u of a cluster of %u blocks", rank, shape->cluster);
   if (reinterpret_cast<unsigned long long>(address) % sizeof(float) != 0 || !in_shared(block, address, sizeof(float)))
     fail("store_remote: the address is not that of a float in this block's shared memory");
   if (!in_shared(block, barrier_address, sizeof(unsigned long long)))
     fail("store_remote: the barrier is not in this block's shared memory");
-  Block& target = *block.cluster->blocks[rank];
-  if (!target.started) fail("store_remote to rank %u, which may not have started: synchronise the cluster", rank);
-  if (target.live == 0) fail("store_remote to rank %u, which has ended", rank);
-  const auto there = [&](const void* pointer) { return target.shared + (static_cast<const char*>(pointer) - block.shared); };
-  const unsigned barrier =
-      copy_barrier("store_remote", reinterpret_cast<const unsigned long long*>(there(barrier_address)));
-  std::memset(there(address), 0xff, sizeof(float));
-  copies.push_back({there(address), nullptr, value, sizeof(float), barrier});
+  Block& target = neighbour("store_remote to", rank);
+  const unsigned barrier = copy_barrier("store_remote", place_in(target, barrier_address));
+  std::memset(place_in(target, address), 0xff, sizeof(float));
+  copies.push_back({reinterpret_cast<char*>(place_in(target, address)), nullptr, value, sizeof(float), barrier});
 }
 
-void bulk_copy(void* destination, const void* source, unsigned bytes, unsigned long long* barrier_address) {
-  const unsigned barrier = copy_barrier("bulk_copy", barrier_address);
+namespace {
+
+// Global memory that may be read even before the previous grid is done.
+void check_constant(const char* what, unsigned long long address, unsigned bytes) {
+  const Range* range = find_range(what, address, bytes, false);
+  if (!self().previous_grid_done && range->writable)
+    fail("%s before wait_for_previous_grid() from a buffer that kernels write", what);
+}
+
+void start_bulk_copy(const char* what, void* destination, const void* source, unsigned bytes,
+                     const unsigned long long* barrier_address) {
+  const unsigned barrier = copy_barrier(what, barrier_address);
   const auto from = reinterpret_cast<unsigned long long>(source), to = reinterpret_cast<unsigned long long>(destination);
   if (from % 16 != 0 || to % 16 != 0 || bytes % 16 != 0 || bytes == 0)
-    fail("bulk_copy of %u bytes from %#llx to %#llx: all three must be multiples of 16", bytes, from, to);
-  if (!in_shared(*self().home, destination, bytes)) fail("bulk_copy of %u bytes leaves the shared memory", bytes);
-  if (!self().previous_grid_done) fail("bulk_copy before wait_for_previous_grid()");
-  find_range("bulk_copy", from, bytes, false);
+    fail("%s of %u bytes from %#llx to %#llx: all three must be multiples of 16", what, bytes, from, to);
+  if (!in_shared(*self().home, destination, bytes)) fail("%s of %u bytes leaves the shared memory", what, bytes);
+  check_constant(what, from, bytes);
   traffic.bulk += bytes;
   std::memset(destination, 0xff, bytes);
   copies.push_back({static_cast<char*>(destination), static_cast<const char*>(source), 0.0f, bytes, barrier});
+}
+
+}  // namespace
+
+void bulk_copy(void* destination, const void* source, unsigned bytes, unsigned long long* barrier) {
+  if (!self().previous_grid_done) fail("bulk_copy before wait_for_previous_grid()");
+  start_bulk_copy("bulk_copy", destination, source, bytes, barrier);
+}
+
+void bulk_copy_constant(void* destination, const void* source, unsigned bytes, unsigned long long* barrier) {
+  start_bulk_copy("bulk_copy_constant", destination, source, bytes, barrier);
+}
+
+void prefetch_constant(const void* source, unsigned bytes) {
+  const auto from = reinterpret_cast<unsigned long long>(source);
+  if (from % 16 != 0 || bytes % 16 != 0 || bytes == 0)
+    fail("prefetch_constant of %u bytes from %#llx: both must be multiples of 16", bytes, from);
+  check_constant("prefetch_constant", from, bytes);
 }

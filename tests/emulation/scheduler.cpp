@@ -17,7 +17,6 @@ constexpr unsigned long stack_bytes = 64 << 10;
 constexpr unsigned long stack_stride = stack_bytes + 9 * 64;
 constexpr unsigned long long stack_mark = 0x5eed5eed5eed5eedull;
 constexpr unsigned fibers_per_slab = 256;
-constexpr unsigned long shared_capacity = 256 << 10;
 
 Place* place;
 Dim block_dim, grid_dim;
@@ -26,6 +25,7 @@ unsigned long long idle_spins;
 const Shape* shape;
 bool waited_for_previous_grid;
 unsigned ready_count;
+unsigned shared_alignment;
 
 namespace {
 
@@ -110,6 +110,8 @@ bool reserve(unsigned fiber_count, unsigned block_count) {
 
 void start_warps(Block& block) {
   const unsigned threads = block_dim.x;
+  block.groups.assign(threads / (warp_lanes * group_warps), {});
+  for (NamedBarrier& barrier : block.named) barrier = {};
   block.warps.resize((threads + warp_lanes - 1) / warp_lanes);
   for (unsigned first = 0; first < threads; first += warp_lanes) {
     Warp& warp = block.warps[first / warp_lanes];
@@ -120,7 +122,8 @@ void start_warps(Block& block) {
   }
 }
 
-// Shared memory ends where an unreadable page begins, so that the first byte past it faults.
+// Shared memory ends where an unreadable page begins, so that the first byte past it faults. Where it must start at a
+// multiple of more than 16 bytes, what is left in between is looked at when the block ends.
 void start_block(Block& block, unsigned index, unsigned group_position, Cluster& cluster) {
   const unsigned threads = block_dim.x;
   const unsigned long bytes = (shape->shared_bytes + 15) / 16 * 16;
@@ -129,8 +132,9 @@ void start_block(Block& block, unsigned index, unsigned group_position, Cluster&
   block.arrived = 0;
   block.started = false;
   block.waiting.clear();
-  block.shared = shared_slots[group_position] + shared_capacity - bytes;
-  std::memset(block.shared, 0xff, bytes);
+  block.window = shared_slots[group_position];
+  block.shared = block.window + (shared_capacity - bytes) / shared_alignment * shared_alignment;
+  std::memset(block.shared, 0xff, block.window + shared_capacity - block.shared);
   block.cluster = &cluster;
   block.fibers = &fibers[group_position * threads];
   start_warps(block);
@@ -143,6 +147,7 @@ void start_block(Block& block, unsigned index, unsigned group_position, Cluster&
     fiber.waits_for = nullptr;
     fiber.spins_on = nullptr;
     fiber.cluster_phase = ClusterPhase::outside;
+    fiber.in_flight = {};
     fiber.stack = stacks[group_position * threads + thread];
     prepare_context(fiber.context, fiber.stack, stack_bytes, run_fiber);
     std::memcpy(fiber.stack, &stack_mark, sizeof stack_mark);
@@ -153,6 +158,7 @@ void start_block(Block& block, unsigned index, unsigned group_position, Cluster&
 void run_group(unsigned first_block, unsigned block_count) {
   barriers.clear();
   copies.clear();
+  maps.clear();
   ready_head = ready_count = 0;
   live_fibers = block_count * block_dim.x;
   for (unsigned position = 0; position < block_count; ++position) {
@@ -291,12 +297,13 @@ void fail_as_deadlock(const char* headline) {
 }
 
 const char* launch(void (*invoke)(const void*, const void*), const void* function, const Shape& launch_shape,
-                   const void* launch_params) {
+                   const void* launch_params, unsigned alignment) {
   shape = &launch_shape;
   if (const char* wrong = wrong_shape()) return wrong;
   invoke_kernel = invoke;
   kernel = function;
   params = launch_params;
+  shared_alignment = alignment;
   block_dim = {shape->block, 1, 1};
   grid_dim = {shape->grid, 1, 1};
   traffic = {};

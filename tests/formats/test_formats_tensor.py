@@ -104,16 +104,34 @@ def test_rows_are_views(per_row: bool) -> None:
     assert some.scales.data_ptr() == whole.scales[:, 1:].data_ptr()
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_90a", "cpu", None])
-def test_before_blackwell_scales_stay_in_rows(arch: str | None) -> None:
-    source = weight(3, 40, 96)
+@pytest.mark.parametrize(
+    ("arch", "shape"),
+    [
+        *((arch, (3, 40, 96)) for arch in ("sm_80", "sm_89", "sm_90", "sm_90a", "cpu", None)),
+        *((arch, (40, 96)) for arch in ("sm_70", "sm_75", "cpu", None)),
+    ],
+)
+def test_rows_stay_as_they_are(arch: str | None, shape: tuple[int, ...]) -> None:
+    """Those of stacks before Blackwell, and of any weight where no tensor core is to read it."""
+    source = weight(*shape)
     packed = source.prepare(arch)
     assert packed.layout == "rows"
     assert packed.codes.data_ptr() == source.codes.data_ptr()
     assert packed.scales.data_ptr() == source.scales.data_ptr()
     assert packed.row_scale.is_contiguous()
-    assert packed.row_scale.shape == (3, 40)
+    assert packed.row_scale.shape == shape[:-1]
     assert torch.equal(dequantize(packed), dequantize(source))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_90a"])
+def test_from_ampere_to_hopper_a_weight_lies_in_fragments(arch: str) -> None:
+    source = weight(40, 96, per_row=True)
+    packed = source.prepare(arch)
+    assert (packed.layout, packed.columns, packed.shape) == ("fragments", 96, (40, 96))
+    assert (packed.codes.shape, packed.scales.shape) == ((1, 2, 2048), (1, 2, 256))
+    assert packed.row_scale.data_ptr() == source.global_scale.data_ptr()
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        assert torch.equal(dequantize(packed, dtype), dequantize(source, dtype))
 
 
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_100f", "sm_103a", "sm_120a", "sm_120"])
@@ -144,7 +162,7 @@ def test_an_architecture_is_a_string(arch: Any) -> None:
 def test_an_unknown_layout_is_refused(layout: Any) -> None:
     parts = weight(2, 16).prepare()
     packed = PackedNVFP4(parts.codes, parts.scales, parts.row_scale, layout)
-    told = f"layout of a PackedNVFP4 must be 'rows' or 'tiles', got {layout!r}"
+    told = f"layout of a PackedNVFP4 must be 'rows', 'tiles' or 'fragments', got {layout!r}"
     with pytest.raises(ArgumentError, match=f"unpack: the {told}"):
         packed.unpack()
     with pytest.raises(ArgumentError, match=f"dequantize: the {told}"):
@@ -176,8 +194,11 @@ def test_a_map_reaches_through() -> None:
 
 def test_the_layout_is_part_of_the_structure() -> None:
     source = weight(3, 32)
-    specs = {pytree.tree_structure(source.prepare(arch)) for arch in ("sm_90a", "sm_100a")}
-    assert len(specs) == 2
+    archs = ("cpu", "sm_90a", "sm_100a")
+    specs = {pytree.tree_structure(source.prepare(arch)) for arch in archs}
+    # So are the columns of fragments, which nothing else tells.
+    specs.add(pytree.tree_structure(weight(3, 48).prepare("sm_90a")))
+    assert len(specs) == 4
     for spec in specs:
         assert pytree.treespec_loads(pytree.treespec_dumps(spec)) == spec
 
@@ -195,11 +216,23 @@ def pickled(value: Any) -> Any:
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, saved_and_loaded, pickled])
 def test_copies(copied: Callable[[Any], Any]) -> None:
-    for source in (weight(3, 32), weight(2, 6, 32).rows(1, 4), weight(3, 32).prepare("sm_120a")):
+    plain = (weight(3, 32), weight(2, 6, 32).rows(1, 4))
+    for source in (*plain, *(weight(3, 48).prepare(arch) for arch in ("sm_90a", "sm_120a"))):
         again = copied(source)
         assert same(again, source)
         assert torch.equal(dequantize(again), dequantize(source))
-        assert getattr(again, "layout", None) == getattr(source, "layout", None)
+        for name in ("layout", "columns"):
+            assert getattr(again, name, None) == getattr(source, name, None)
+
+
+def test_a_pickle_from_before_there_were_fragments() -> None:
+    packed = weight(3, 32).prepare("sm_100a")
+    state = packed.__getstate__()
+    del state["columns"]
+    again = object.__new__(PackedNVFP4)
+    again.__setstate__(state)
+    assert same(again, packed)
+    assert (again.columns, again.shape) == (None, (3, 32))
 
 
 class Scaled(torch.nn.Module):
@@ -224,7 +257,7 @@ def test_as_an_argument_of_an_inductor_graph() -> None:
     torch.testing.assert_close(compiled(x, source), x @ dequantize(source).t())
 
 
-@pytest.mark.parametrize("arch", [None, "sm_100a"])
+@pytest.mark.parametrize("arch", [None, "sm_90a", "sm_100a"])
 def test_as_an_argument_of_an_exported_program(arch: str | None) -> None:
     e2m1._tables.clear()
     x, source, other = torch.randn(4, 64), weight(6, 64, per_row=True), weight(6, 64, per_row=True)
@@ -240,7 +273,9 @@ def test_large_weights_are_dequantised_piece_by_piece(
 ) -> None:
     stack = quantize(torch.randn(3, 10, 64))
     per_row = NVFP4Tensor(stack.codes, stack.scales, torch.rand(3, 10))
-    for weight in (stack, per_row, per_row.prepare("sm_100a"), per_row.rows(2, 7)):
+    single = NVFP4Tensor(stack.codes[0], stack.scales[0], per_row.global_scale[0])
+    packed = (per_row.prepare("sm_100a"), single.prepare("sm_90a"))
+    for weight in (stack, per_row, per_row.rows(2, 7), *packed):
         whole = dequantize(weight, dtype)
         with monkeypatch.context() as patch:
             patch.setattr("gristmill.formats.nvfp4.tensor._PIECE", piece)

@@ -14,6 +14,8 @@ from runners_helpers import linear_gemm, moe_gemm
 
 from gristmill import Nvfp4LinearRunner, Nvfp4MoeRunner, nvfp4, register_runner
 from gristmill.errors import ArgumentError, DtypeError
+from gristmill.formats.nvfp4 import tensor as formats
+from gristmill.runners import nvfp4 as runners
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 N, K, E, H, INNER = 48, 64, 4, 32, 16
@@ -60,7 +62,8 @@ def test_linear_is_nvfp4_linear(with_bias: bool, dtype: torch.dtype, device: str
     for shape in [(5, K), (K,), (2, 3, K), (0, K)]:
         x = normal(*shape).to(device, dtype)
         result = linear_gemm(x, runner_id, runner.out_features)
-        assert torch.equal(result, nvfp4.linear(x, w4, bias if with_bias else None))
+        # In one layout: another one may be for another kernel.
+        assert torch.equal(result, nvfp4.linear(x, runner.weight, bias if with_bias else None))
         weight = nvfp4.dequantize(w4, torch.float64).t()
         exact, terms = x.double() @ weight, x.double().abs() @ weight.abs()
         if with_bias:
@@ -71,14 +74,66 @@ def test_linear_is_nvfp4_linear(with_bias: bool, dtype: torch.dtype, device: str
         assert ((result - exact).abs() <= bound).all()
 
 
-def test_linear_takes_weights_in_either_layout() -> None:
+LAYOUTS = {"cpu": "rows", "sm_90a": "fragments", "sm_100a": "tiles"}
+
+
+@pytest.mark.parametrize("arch", LAYOUTS)
+def test_linear_takes_weights_in_every_layout(arch: str) -> None:
     w4, bias = linear_parts()
     x = normal(3, K)
-    for layout, arch in (("rows", "sm_90a"), ("tiles", "sm_100a")):
-        runner = Nvfp4LinearRunner(w4.prepare(arch), bias)
-        assert runner.weight.layout == layout
-        result = linear_gemm(x, register_runner(runner), N)
-        torch.testing.assert_close(result, nvfp4.linear(x, w4, bias))
+    runner = Nvfp4LinearRunner(w4.prepare(arch), bias)
+    assert runner.weight.layout == LAYOUTS[arch]
+    assert f"layout={LAYOUTS[arch]!r}" in repr(runner)
+    result = linear_gemm(x, register_runner(runner), N)
+    torch.testing.assert_close(result, nvfp4.linear(x, w4, bias))
+    again = pickled(runner)
+    assert repr(again) == repr(runner)
+    assert torch.equal(again._run_impl(x), result)
+    with pytest.raises(ArgumentError, match=r"x must end in K = 64"):
+        runner._run_impl(normal(3, K - 16))
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_an_nvfp4_tensor_is_overwritten_only_when_asked(
+    in_place: bool, arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(formats, "arch_of", lambda device: arch)
+    w4 = nvfp4.quantize(normal(128, 128))
+    kept = w4.codes.clone(), w4.scales.clone()
+    x = normal(3, 128)
+    expected = x @ nvfp4.dequantize(w4).t()
+    runner = Nvfp4LinearRunner(w4, in_place=in_place)
+    assert runner.weight.layout == LAYOUTS[arch]
+    torch.testing.assert_close(runner._run_impl(x), expected)
+    shared = runner.weight.scales.data_ptr() == w4.scales.data_ptr()
+    assert shared == in_place
+    same = torch.equal(w4.scales.view(torch.uint8), kept[1].view(torch.uint8))
+    assert same != in_place
+    if arch == "sm_90a":
+        assert (runner.weight.codes.data_ptr() == w4.codes.data_ptr()) == in_place
+        assert torch.equal(w4.codes, kept[0]) != in_place
+
+
+def test_a_wrong_bias_leaves_the_weight_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "arch_of", lambda device: "sm_90a")
+    w4 = nvfp4.quantize(normal(128, 128))
+    kept = w4.codes.clone()
+    with pytest.raises(ArgumentError, match="bias must have shape"):
+        Nvfp4LinearRunner(w4, normal(3), in_place=True)
+    assert torch.equal(w4.codes, kept)
+
+
+def test_what_may_be_rounded_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    w4, bias = linear_parts()
+    seen: list[Any] = []
+    monkeypatch.setattr(runners, "linear", lambda *args, **options: seen.append((args, options)))
+    runner = Nvfp4LinearRunner(w4, bias, act="fp8")
+    runner._run_impl(x := normal(3, K))
+    assert seen == [((x, runner.weight, bias), {"act": "fp8"})]
+    assert "act='fp8'" in repr(runner)
+    with pytest.raises(ArgumentError, match=r"act must be .*got 'int8'"):
+        Nvfp4LinearRunner(w4, bias, act="int8")
 
 
 def test_nothing_of_a_runner_is_trained() -> None:
@@ -155,7 +210,9 @@ def test_a_network_of_runners_compiles(device: str) -> None:
     torch._dynamo.reset()
     x = normal(7, H).to(device)
     compiled = torch.compile(network, backend="aot_eager", fullgraph=True)
-    expected = nvfp4.moe(nvfp4.linear(x, w4, bias).relu(), weights, ids, *stacks, **options) + x
+    expected = (
+        nvfp4.moe(nvfp4.linear(x, linear.weight, bias).relu(), weights, ids, *stacks, **options) + x
+    )
     torch.testing.assert_close(compiled(x), expected)
 
 

@@ -20,6 +20,7 @@ TOLERANCE = {
     torch.float32: 1e-4,
 }
 _CHUNK = 1 << 26
+_SHORT = 32  # elements of a line
 
 
 class WrongResultError(Exception):
@@ -55,6 +56,48 @@ def check(outputs: Any, expected: Any, *, coarse: bool = False) -> float:
             )
         worst = max(worst, error)
     return worst
+
+
+def check_lines(outputs: torch.Tensor, expected: torch.Tensor, *, limit: float) -> float:
+    """For results of inputs that were rounded: the largest relative error of a row or column.
+
+    Single elements of such a result may be off by several times what rounding does on average, so
+    lines are looked at, by their norms: those of a matrix of independent errors are all alike, and
+    one wrong row or column stands out. Short lines, of which some are close to zero by chance, are
+    measured by the size of all, and may be off by four times as much. WrongResultError if one is
+    off by more than `limit`.
+    """
+    if outputs.shape != expected.shape or outputs.dtype != expected.dtype:
+        raise WrongResultError(
+            f"output 0 is {tuple(outputs.shape)} {outputs.dtype} "
+            f"instead of {tuple(expected.shape)} {expected.dtype}"
+        )
+    got, want = outputs.reshape(-1, outputs.shape[-1]), expected.reshape(-1, expected.shape[-1])
+    errors = {}
+    for dim, line in enumerate(("column", "row")):
+        off, size = _line_norms(got, want, dim)
+        usual = max(float(size.square().mean().sqrt()), torch.finfo(torch.float64).tiny)
+        if want.shape[dim] < _SHORT:
+            errors[line] = float((off / size.clamp_min(usual)).max()) / 4
+        else:  # also of a line of hardly anything the size of the others counts
+            errors[line] = float((off / size.clamp_min(usual / 64)).max())
+    line, worst = max(errors.items(), key=lambda one: one[1])
+    if not all(error <= limit for error in errors.values()):  # also when one is NaN
+        raise WrongResultError(f"a {line} is off by {worst:.2g} (relative; {limit:.2g} is ok)")
+    return worst
+
+
+def _line_norms(
+    got: torch.Tensor, want: torch.Tensor, dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norms along `dim` of the difference and of `want`, in fp64; by chunks of lines."""
+    step = max(1, _CHUNK // max(1, want.shape[dim]))
+    off, size = [], []
+    for a, b in zip(got.split(step, 1 - dim), want.split(step, 1 - dim), strict=True):
+        a, b = a.double(), b.double()
+        off.append(torch.linalg.vector_norm(a - b, dim=dim))
+        size.append(torch.linalg.vector_norm(b, dim=dim))
+    return torch.cat(off), torch.cat(size)
 
 
 def _tensors(outputs: Any) -> list[torch.Tensor]:

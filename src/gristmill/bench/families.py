@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from gristmill.bench.inputs import Arguments, dtype_of
+from gristmill.bench.layers import FEW
 from gristmill.bench.suites import DTYPES, Shape, known, written
 from gristmill.ops.op import Op
 from gristmill.ops.registry import OPS
@@ -23,19 +24,26 @@ QUICK_ROWS = (1, 3, 32, 100, 700, 4096, 20000)
 # A product's tiles cut its rows: the steps are finer where one more tile is a larger part.
 PRODUCT_ROWS = (*range(64, 1024, 64), *range(1024, 4097, 256))
 QUICK_PRODUCT_ROWS = (64, 192, 448, 1024, 2304, 4096)
+# With weights of four bits decoding counts, and there a token more or less.
+DECODING_ROWS = (1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
+QUICK_DECODING_ROWS = (1, 8, 16, 24, 64, 128, 256, 1024)
 # A CPU has two variants, and what they take says nothing about a GPU: it shows that all runs.
 CPU_ROWS = (4, 64)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """An op with its options, and the sizes that stay while the rows change: N, or N and K."""
+    """An op with its options, and the sizes that stay while the rows change: N, or N and K.
+
+    `decoding`: of products, those that are met at few rows, too.
+    """
 
     op: str
     dims: tuple[tuple[int, ...], ...]
     quick: tuple[tuple[int, ...], ...]
     cpu: tuple[tuple[int, ...], ...]
     options: tuple[tuple[str, Any], ...] = ()
+    decoding: bool = False
 
     @property
     def product(self) -> bool:
@@ -44,6 +52,8 @@ class Kind:
     def rows(self, device_type: str, *, quick: bool) -> tuple[int, ...]:
         if device_type != "cuda":
             return CPU_ROWS
+        if self.decoding:
+            return QUICK_DECODING_ROWS if quick else DECODING_ROWS
         if self.product:
             return QUICK_PRODUCT_ROWS if quick else PRODUCT_ROWS
         return QUICK_ROWS if quick else ROWS
@@ -79,6 +89,9 @@ KINDS: dict[str, Kind] = {
         ((4096, 4096),),
         ((128, 256),),
         (("activation", "silu"),),
+    ),
+    "nvfp4_linear": Kind(
+        "nvfp4_linear", FEW, ((4096, 4096), (8192, 8192)), ((128, 256),), decoding=True
     ),
 }
 

@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 
 import gristmill
+from gristmill import nvfp4
 from gristmill.bench.fresh import in_fresh_process
 from gristmill.bench.inputs import dtype_of
 from gristmill.bench.results import Results, Row
-from gristmill.bench.suites import KINDS, written
+from gristmill.bench.suites import KINDS, Shape, Task, written
 from gristmill.errors import GristmillError
 from gristmill.select.timing import time_host
 
@@ -26,8 +27,20 @@ SHAPES = ((1, 4096), (256, 4096))
 MODES = ("forward", "forward with grad", "backward")
 CACHES = ("empty", "warm")
 # One op of each kind of kernel: every process of this suite imports torch anew.
-START_TASKS = ("rms_norm", "add_rms_norm", "rms_norm_bwd", "layer_norm", "softmax", "cross_entropy")
-START_SHAPE = (256, 4096)
+START_TASKS = (
+    "rms_norm",
+    "add_rms_norm",
+    "rms_norm_bwd",
+    "layer_norm",
+    "softmax",
+    "cross_entropy",
+    "nvfp4_linear",
+)
+START_SHAPE: Shape = (256, 4096)
+# Few rows and many have kernels of their own.
+START_SHAPES: dict[str, tuple[Shape, ...]] = {
+    "nvfp4_linear": ((1, 4096, 4096), (256, 4096, 4096)),
+}
 
 Calls = dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]
 
@@ -37,7 +50,11 @@ def host_steps() -> int:
 
 
 def start_steps() -> int:
-    return len(START_TASKS) * len(CACHES)
+    return len(CACHES) * sum(len(_start_shapes(name)) for name in START_TASKS)
+
+
+def _start_shapes(name: str) -> tuple[Shape, ...]:
+    return START_SHAPES.get(name, (START_SHAPE,))
 
 
 def run_host(
@@ -60,6 +77,8 @@ def run_host(
                         best[impl] = min(best[impl], time_host(function, args))
                 rows, columns = shape
                 problem = {"op": op, "dtype": dtype, "M": rows, "N": columns}
+                if KINDS[op].product:  # of a square weight
+                    problem = {**problem, "K": columns, "shape": written((*shape, columns))}
                 results.add(
                     [
                         {**problem, "impl": impl, "mode": mode, "host_us": round(us, 2)}
@@ -91,7 +110,7 @@ def host_calls(
 
 
 # What a family is called by: gristmill's function, torch's, what has a gradient, what has not.
-Family = tuple[Callable[..., Any], Callable[..., Any], list[torch.Tensor], list[torch.Tensor]]
+Family = tuple[Callable[..., Any], Callable[..., Any], list[torch.Tensor], list[Any]]
 
 
 def _rms_norm(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Family:
@@ -123,6 +142,20 @@ def _cross_entropy(shape: tuple[int, int], dtype: torch.dtype, device: torch.dev
     return gristmill.cross_entropy, F.cross_entropy, _randn(dtype, device, shape), [target]
 
 
+def _nvfp4_linear(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Family:
+    """A square weight; torch's layer has it in the open."""
+    columns = shape[1]
+    weight = nvfp4.quantize(torch.randn(columns, columns, device=device) / columns**0.5)
+    dense = nvfp4.dequantize(weight, dtype)
+    # Each gets the other's weight as well: the arguments are the same for both.
+    return (
+        lambda x, w4, dense: nvfp4.linear(x, w4),
+        lambda x, w4, dense: F.linear(x, dense),
+        _randn(dtype, device, shape),
+        [weight.prepare(), dense],
+    )
+
+
 def _randn(
     dtype: torch.dtype, device: torch.device, *shapes: tuple[int, ...]
 ) -> list[torch.Tensor]:
@@ -134,6 +167,7 @@ CALLS = {
     "layer_norm": _layer_norm,
     "softmax": _softmax,
     "cross_entropy": _cross_entropy,
+    "nvfp4_linear": _nvfp4_linear,
 }
 
 
@@ -147,18 +181,20 @@ def run_start(
 ) -> None:
     """Seconds of the first call in a fresh process: with an empty cache, then with a warm one."""
     for name in START_TASKS:
-        for cache in CACHES:
-            advance(f"start {name}, {cache} cache")
-            results.add([_start_row(name, cache, device, dtype, repeats)])
+        for shape in _start_shapes(name):
+            for cache in CACHES:
+                task = Task(name, shape, dtype)
+                advance(f"start {task}, {cache} cache")
+                results.add([_start_row(task, cache, device, repeats)])
 
 
-def _start_row(name: str, cache: str, device: torch.device, dtype: str, repeats: int) -> Row:
-    rows, columns = START_SHAPE
+def _start_row(task: Task, cache: str, device: torch.device, repeats: int) -> Row:
     row: Row = {
-        "op": name,
-        "dtype": dtype,
-        "M": rows,
-        "N": columns,
+        "op": task.name,
+        "dtype": task.dtype,
+        "M": task.rows,
+        "N": task.columns,
+        **({} if task.depth is None else {"K": task.depth, "shape": written(task.shape)}),
         "impl": "gristmill",
         "cache": cache,
         "error": None,
@@ -169,13 +205,15 @@ def _start_row(name: str, cache: str, device: torch.device, dtype: str, repeats:
             place = Path(folder) / (f"cache{number}" if cache == "empty" else "cache")
             place.mkdir(mode=0o700, exist_ok=True)
             try:
-                seen.append(_first_call(KINDS[name].op, START_SHAPE, dtype, device, place))
+                seen.append(_first_call(task.op, task.shape, task.dtype, device, place))
             except GristmillError as error:
                 row["error"] = str(error)
                 return row
     if cache == "warm":
         seen = seen[1:]  # the one that filled it
     row["first_call_s"] = round(median(run["first_call_s"] for run in seen), 4)
+    if "prepare_s" in seen[-1]:
+        row["prepare_s"] = round(median(run["prepare_s"] for run in seen), 4)
     row["import_s"] = round(median(run["import_s"] for run in seen), 4)
     row["variant"] = seen[-1]["variant"]
     row["compiles"] = seen[-1]["compiles"]

@@ -21,6 +21,10 @@ COLOURS = {
     "quack_two_pass": "#5eead4",
     "liger": "#7c3aed",
     "flashinfer": "#ca8a04",
+    "cublas_bf16": "#6b7280",
+    "humming": "#7c3aed",
+    "quack_w4a16": "#0d9488",
+    "vllm_marlin": "#ca8a04",
 }
 OTHER_COLOUR = "#be185d"
 MARKERS = {
@@ -32,10 +36,17 @@ MARKERS = {
     "quack_two_pass": "d",
     "liger": "v",
     "flashinfer": "P",
+    "cublas_bf16": "s",
+    "humming": "v",
+    "quack_w4a16": "D",
+    "vllm_marlin": "P",
 }
 INK, MUTED, FAINT, PAPER = "#1f2937", "#6b7280", "#e5e7eb", "#ffffff"
 # Below this a problem is bound by latency, and its bandwidth says little: it is drawn as a time.
 SMALL_BYTES = 16_000_000
+# More products than this do not fit side by side: each weight gets a panel, so many in a line.
+MOST_PRODUCTS = 40
+ACROSS = 4
 ROOF = "roof"
 
 STYLE: Any = {
@@ -115,6 +126,8 @@ def _figure(plt: Any, rows: list[Row], title: str, meta: dict[str, Any]) -> Any:
     if product:  # bytes bound some, operations others: what all have is a roof
         panels = [sorted(problems, key=lambda one: (_any(one)["N"], _any(one)["K"], one[0][2]))]
     names = implementations(rows)
+    if product and len(problems) > MOST_PRODUCTS:
+        return _figure_of_layers(plt, panels[0], names, title, meta)
     widths = [max(2.5, len(panel)) for panel in panels]
     legend = 1.5 + 0.7 * (len(names) + 1) + 0.08 * sum(map(len, names))
     figure, axes = plt.subplots(
@@ -127,25 +140,73 @@ def _figure(plt: Any, rows: list[Row], title: str, meta: dict[str, Any]) -> Any:
     for axis, panel in zip(axes[0], panels, strict=True):
         draw = _draw_share if product else _draw_bandwidth if panel is large else _draw_times
         draw(axis, panel, names)
+    _frame(figure, list(axes[0]), names, title, meta)
+    return figure
+
+
+def _figure_of_layers(
+    plt: Any, problems: Sequence[Problem], names: Sequence[str], title: str, meta: dict[str, Any]
+) -> Any:
+    """A panel for each weight, in which M grows."""
+    by_layer: dict[tuple[int, int], list[Problem]] = {}
+    for one in problems:
+        by_layer.setdefault((_any(one)["N"], _any(one)["K"]), []).append(one)
+    down = math.ceil(len(by_layer) / ACROSS)
+    figure, axes = plt.subplots(
+        down,
+        ACROSS,
+        figsize=(4.4 * ACROSS, 3.2 * down),
+        gridspec_kw={"wspace": 0.18, "hspace": 0.4},
+        squeeze=False,
+    )
+    for axis in axes.flat[len(by_layer) :]:
+        axis.set_visible(False)
+    for axis, ((rows, columns), panel) in zip(axes.flat, by_layer.items(), strict=False):
+        _draw_lines(axis, panel, names, [1.0] * len(panel), "roof_share")
+        axis.set_xticks(range(len(panel)), [str(key[2]) for key, _ in panel], fontsize=7)
+        axis.set_title(f"{rows}×{columns}", loc="left", fontsize=10, color=MUTED)
+    for line in axes:
+        line[0].set_ylabel("share of the roof")
+    _frame(
+        figure, list(axes.flat[: len(by_layer)]), names, f"{title}, by M", meta, 4.6 / 3.2 / down
+    )
+    return figure
+
+
+def _frame(
+    figure: Any,
+    axes: Sequence[Any],
+    names: Sequence[str],
+    title: str,
+    meta: dict[str, Any],
+    unit: float = 1.0,
+) -> None:
+    """Legend and title above the panels, and beneath them what they were made with.
+
+    `unit`: the height of a figure of a single line of panels over that of this one.
+    """
     handles: dict[str, Any] = {}
-    for axis in axes[0]:
+    for axis in axes:
         for handle, text in zip(*axis.get_legend_handles_labels(), strict=True):
             handles.setdefault(text, handle)
     order = [name for name in (*names, ROOF) if name in handles]
+    place = axes[0].get_position()
+    top = place.y1
     figure.legend(
         [handles[name] for name in order],
         order,
         loc="lower left",
-        bbox_to_anchor=(axes[0][0].get_position().x0 - 0.008, 0.93),
+        bbox_to_anchor=(place.x0 - 0.008, top + 0.05 * unit),
         ncols=len(handles),
         frameon=False,
         handlelength=1.6,
         columnspacing=1.6,
     )
-    left = axes[0][0].get_position().x0
-    figure.suptitle(title, x=left, y=1.07, ha="left", fontsize=14, fontweight="bold")
-    figure.text(left, -0.05, made_with(meta), ha="left", color=MUTED, fontsize=9)
-    return figure
+    figure.suptitle(
+        title, x=place.x0, y=top + 0.19 * unit, ha="left", fontsize=14, fontweight="bold"
+    )
+    bottom = min(axis.get_position().y0 for axis in axes)
+    figure.text(place.x0, bottom - 0.16 * unit, made_with(meta), ha="left", color=MUTED, fontsize=9)
 
 
 def _draw_bandwidth(axis: Any, problems: Sequence[Problem], names: Sequence[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
@@ -11,6 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gristmill.bench import product_report
+from gristmill.bench.product_report import TIE, Grid, against, percent
 from gristmill.bench.regret_report import remarks, sections
 from gristmill.bench.results import (
     OURS,
@@ -23,8 +24,6 @@ from gristmill.bench.results import (
 )
 from gristmill.bench.results import problems as by_problem
 
-# Within 3% of the fastest peer counts as level with it.
-TIE = 0.97
 # Columns of words; those of numbers are flush on the right.
 LEFT = {"variant", "cache", "problem", "worst problem", "source", "picked", "best", "what"}
 CPU_NOTE = "On a CPU these times say nothing about a GPU: only the ratios mean anything."
@@ -37,6 +36,8 @@ def print_results(results: Results, console: Console) -> None:
         rows = [row for row in kernels if row["op"] == op]
         table = _kernel_table(rows, roof=_has_roof(results))
         console.print(_rich(table, f"{op}: µs per call", ours=1))
+    for title, table in product_report.tables(kernels):
+        console.print(_rich(table, title, ours=-1))
     if kernels:
         for line in summary(kernels):
             console.print(line, markup=False, highlight=False)
@@ -76,6 +77,8 @@ def markdown(results: Results) -> str:
         rows = [row for row in kernels if row["op"] == op]
         table = _kernel_table(rows, roof=_has_roof(results))
         parts += [f"## {op}, µs per call", _markdown_table(table)]
+        for title, grid in product_report.tables(rows):
+            parts += [f"### {title}", _markdown_table(grid)]
         parts += summary(rows)
     parts += causal_gains(kernels)
     for title, table in _other_tables(results.rows):
@@ -101,15 +104,8 @@ def summary(rows: Sequence[Row]) -> list[str]:
         ratio = _ratio(row_of)
         if ratio is not None:
             ratios.setdefault(op, []).append(ratio)
-    lines = []
-    for op, values in ratios.items():
-        mean = math.exp(sum(map(math.log, values)) / len(values))
-        behind = sum(value < TIE for value in values)
-        count = "1 problem" if len(values) == 1 else f"{len(values)} problems"
-        lines.append(
-            f"{op}: {mean:.2f}x the fastest peer over {count} (geometric mean), "
-            f"behind by more than 3% on {behind}"
-        )
+    lines = [f"{op}: {against(values, 'the fastest peer')}" for op, values in ratios.items()]
+    lines += product_report.peer_lines(rows)
     lines += causal_gains(rows)
     lines += _medians(rows, "first_call_s", "first call", lambda seconds: f"{seconds:.3f} s")
     host = "host time of a small call"
@@ -163,9 +159,6 @@ def _ratio(row_of: dict[str, Row]) -> float | None:
     return float(peer["us"]) / float(ours["us"])
 
 
-Grid = tuple[list[str], list[list[str]]]
-
-
 def _has_roof(results: Results) -> bool:
     # A CPU's copy is no roof: caches and page faults decide it, not the width of a bus.
     return results.meta.get("device") != "cpu"
@@ -176,12 +169,14 @@ def _kernel_table(rows: list[Row], *, roof: bool) -> Grid:
     names = implementations(rows)
     several = len({row["dtype"] for row in rows}) > 1
     product = roof and any("tflop_per_s" in row for row in rows)
+    errors = any("fp64_error" in row for row in rows)
     header = [
         "problem",
         *names,
         "vs best peer",
         *(["TFLOP/s"] if product else []),
         *(["of roof"] if roof else []),
+        *(["error"] if errors else []),
         "variant",
     ]
     body = []
@@ -195,6 +190,7 @@ def _kernel_table(rows: list[Row], *, roof: bool) -> Grid:
                 "" if ratio is None else f"{ratio:.2f}x",
                 *([microseconds(ours["tflop_per_s"]) if "us" in ours else ""] if product else []),
                 *([share] if roof else []),
+                *([percent(ours["fp64_error"]) if "fp64_error" in ours else ""] if errors else []),
                 str(ours.get("variant", "")),
             ]
         )

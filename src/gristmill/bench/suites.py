@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gristmill.bench.layers import MANY_TOKENS, SETS, TOKENS, Layer, of_models, products
 from gristmill.errors import ArgumentError
 
 Shape = tuple[int, ...]
@@ -50,9 +51,7 @@ LOGITS: tuple[Shape, ...] = (
 )
 # M x N x K of linear layers: those of a model of 8B parameters, from decoding to prefill.
 LAYERS = ((4096, 4096), (14336, 4096), (4096, 14336))
-PRODUCTS: tuple[Shape, ...] = tuple(
-    (rows, *layer) for layer in LAYERS for rows in (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096)
-)
+PRODUCTS = products((1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096), LAYERS)
 QUICK_ROWS: dict[str, tuple[Shape, ...]] = {
     "cuda": ((1, 4096), (256, 7168), (2048, 4096), (32768, 4096)),
     "cpu": ((512, 4096),),
@@ -69,6 +68,14 @@ QUICK_PRODUCTS: dict[str, tuple[Shape, ...]] = {
     "cuda": ((1, 4096, 4096), (64, 4096, 4096), (512, 14336, 4096), (4096, 4096, 4096)),
     "cpu": ((16, 512, 512),),
 }
+QUICK_NVFP4: dict[str, tuple[Shape, ...]] = {
+    "cuda": products((1, 16, 64, 256), [(8192, 8192)]),
+    "cpu": ((4, 256, 512),),
+}
+QUICK_NVFP4_FP8: dict[str, tuple[Shape, ...]] = {
+    "cuda": ((1024, 8192, 8192),),
+    "cpu": ((64, 256, 512),),
+}
 # Elements of x, or multiplications of a product. On a CPU the large problems would take minutes and
 # gigabytes to say nothing new: its times are there for ratios.
 CPU_LIMIT = 32 * 1024 * 1024
@@ -80,7 +87,9 @@ class Kind:
 
     `options`: arguments of the op that differ from those of its example. `outputs`: the positions
     of those that are compared, where the op gives more than its peers do. `product`: shapes are
-    M x N x K of a product of matrices, which operations may bound as well as bytes.
+    M x N x K of a product of matrices, which operations may bound as well as bytes. `fp64`: errors
+    against fp64 are told beside times. `loose`: outputs may be rounded on the way, to this relative
+    error of each of their rows and columns.
     """
 
     suite: str
@@ -90,6 +99,8 @@ class Kind:
     options: Mapping[str, Any] = field(default_factory=dict)
     outputs: tuple[int, ...] | None = None
     product: bool = False
+    fp64: bool = False
+    loose: float | None = None
 
 
 def _softmax(op: str) -> Kind:
@@ -108,6 +119,10 @@ def _cross_entropy(op: str, outputs: tuple[int, ...] | None, reduction: str = "n
 def _linear(activation: str | None) -> Kind:
     options = {"activation": activation}
     return Kind("linear", "linear", PRODUCTS, QUICK_PRODUCTS, options, product=True)
+
+
+def _nvfp4(shapes: tuple[Shape, ...], quick: Mapping[str, tuple[Shape, ...]], **more: Any) -> Kind:
+    return Kind("nvfp4_linear", "nvfp4_linear", shapes, quick, product=True, fp64=True, **more)
 
 
 # Result files name what is measured ("rms_norm_bwd"), the registry names ops ("rms_norm_backward").
@@ -130,6 +145,11 @@ KINDS: dict[str, Kind] = {
     "linear_relu": _linear("relu"),
     "linear_silu": _linear("silu"),
     "linear_gelu": _linear("gelu"),
+    "nvfp4_linear": _nvfp4(products(TOKENS, of_models()), QUICK_NVFP4),
+    # Activations and weights rounded to E4M3 are off by 3 to 4% of a result's size.
+    "nvfp4_linear_fp8": _nvfp4(
+        products(MANY_TOKENS, of_models()), QUICK_NVFP4_FP8, options={"act": "fp8"}, loose=0.08
+    ),
 }
 
 
@@ -181,6 +201,7 @@ SUITES = {
         Suite("softmax", "kernel time of softmax, plain and causal: forward, backward"),
         Suite("cross_entropy", "kernel time of cross entropy: forward, backward, both in one"),
         Suite("linear", "kernel time of linear layers with their activation"),
+        Suite("nvfp4_linear", "kernel time and error of linear layers over NVFP4 weights"),
         Suite("host", "host time of an eager call: without grad, with grad, backward"),
         Suite("start", "first call in a fresh process: empty cache, then a warm one"),
         Suite("regret", "how far the picked kernel is from the best there is"),
@@ -205,6 +226,16 @@ def known(kind: str, name: str, names: Iterable[str]) -> str:
     raise ArgumentError(f"unknown {kind} {name!r}{guess}: there are {', '.join(names)}")
 
 
+def layers_of(text: str) -> tuple[Layer, ...]:
+    """The layer that is written as N x K, or those of the set of this name."""
+    if not text[:1].isdigit():
+        return SETS[known("set of layers", text, SETS)]
+    sizes = text.split("x")
+    if len(sizes) != 2 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
+        raise ArgumentError(f"{text!r}: a layer is N x K, as in 8192x8192, or {', '.join(SETS)}")
+    return ((int(sizes[0]), int(sizes[1])),)
+
+
 def tasks(
     device_type: str,
     *,
@@ -213,19 +244,28 @@ def tasks(
     names: Sequence[str] = (),
     shapes: Sequence[Shape] = (),
     dtypes: Sequence[str] = (),
+    layers: Sequence[Layer] = (),
+    rows: Sequence[int] = (),
 ) -> tuple[list[Task], list[str]]:
     """The problems of suites of kernel time on a kind of device, and notes on what was left out.
 
-    An empty filter means everything the suites have; shapes given by hand are always run.
+    An empty filter means everything the suites have; shapes given by hand are always run. With
+    `layers` (N x K) or `rows` (M) only products of matrices are: at these, and at all the suite's
+    sizes of the other.
     """
     there = [name for name, kind in KINDS.items() if kind.suite in suites]
     chosen = [known("op", name, there) for name in names] or there
+    if layers or rows:
+        chosen = [name for name in chosen if KINDS[name].product]
+        if shapes or not chosen:
+            what = "a shape by hand has both" if shapes else "none of these tasks has them"
+            raise ArgumentError(f"layers and rows are those of products of matrices, and {what}")
     dtypes = [known("dtype", dtype, DTYPES) for dtype in dtypes] or ["bfloat16"]
     found: list[Task] = []
     left_out: dict[str, None] = {}
     for dtype in dtypes:
         for name in chosen:
-            for shape in shapes or _shapes(KINDS[name], device_type, quick):
+            for shape in shapes or _shapes(KINDS[name], device_type, quick, layers, rows):
                 if not shapes and device_type != "cuda" and math.prod(shape) > CPU_LIMIT:
                     left_out[written(shape)] = None
                 else:
@@ -237,5 +277,11 @@ def tasks(
     return found, notes
 
 
-def _shapes(kind: Kind, device_type: str, quick: bool) -> tuple[Shape, ...]:
-    return kind.quick.get(device_type, kind.quick["cpu"]) if quick else kind.shapes
+def _shapes(
+    kind: Kind, device_type: str, quick: bool, layers: Sequence[Layer], rows: Sequence[int]
+) -> tuple[Shape, ...]:
+    shapes = kind.quick.get(device_type, kind.quick["cpu"]) if quick else kind.shapes
+    if not layers and not rows:
+        return shapes
+    tokens = rows or list(dict.fromkeys(shape[0] for shape in shapes))
+    return products(tokens, layers or list(dict.fromkeys((n, k) for _, n, k in shapes)))

@@ -8,9 +8,9 @@ import torch
 
 from gristmill.checkpoints.names import EXPERTS, MODELOPT
 from gristmill.errors import ArgumentError, CheckpointError, DtypeError
-from gristmill.formats.nvfp4 import NVFP4Tensor
+from gristmill.formats.nvfp4 import NVFP4Tensor, PackedNVFP4
 
-Weight = NVFP4Tensor | torch.Tensor
+Weight = NVFP4Tensor | PackedNVFP4 | torch.Tensor
 
 _PARTS = (MODELOPT.codes, MODELOPT.scales, MODELOPT.global_scale)
 _BIAS = "bias"

@@ -24,9 +24,9 @@ from gristmill.checkpoints.config import (
 )
 from gristmill.checkpoints.files import INDEX_FILE, SINGLE_FILE
 from gristmill.checkpoints.names import MODELOPT, sibling
-from gristmill.checkpoints.parts import collected
+from gristmill.checkpoints.parts import Weight, collected
 from gristmill.errors import CheckpointError
-from gristmill.formats.nvfp4 import NVFP4Tensor
+from gristmill.formats.nvfp4 import NVFP4Tensor, PackedNVFP4
 from gristmill.formats.nvfp4.tensor import BLOCK
 from gristmill.version import __version__
 
@@ -37,7 +37,7 @@ Tensors = dict[str, torch.Tensor]
 
 def save_modelopt(
     folder: str | os.PathLike[str],
-    weights: Mapping[str, NVFP4Tensor | torch.Tensor],
+    weights: Mapping[str, NVFP4Tensor | PackedNVFP4 | torch.Tensor],
     *,
     config: Mapping[str, Any] | None = None,
     shards: Mapping[str, Mapping[str, int]] | None = None,
@@ -56,8 +56,8 @@ def save_modelopt(
         folder: made if it is not there.
         weights: NVFP4 weights by the name of their module, all other tensors by their own. A stack
             ``(E, N, K)`` named ``"a.experts.down_proj"`` becomes ``"a.experts.{e}.down_proj"``.
-            Also the state dict of a model with `gristmill.nn.NVFP4Linear` and `NVFP4MoE`, whose
-            weights come in parts.
+            What is prepared for a GPU is unpacked. Also the state dict of a model with
+            `gristmill.nn.NVFP4Linear` and `NVFP4MoE`, whose weights come in parts.
         config: what config.json is to hold besides; None keeps the one in the folder, if any.
         shards: how fused weights are stored: ``{"a.qkv_proj": {"q_proj": 64, "k_proj": 32, ...}}``
             gives names, that replace the last part of the module's, and numbers of rows. A layer
@@ -108,11 +108,14 @@ def _by_module(shards: Mapping[str, Mapping[str, int]]) -> dict[str, Mapping[str
 
 
 def _layers(
-    weights: Mapping[str, NVFP4Tensor | torch.Tensor], shards: Mapping[str, Mapping[str, int]]
+    weights: Mapping[str, Weight], shards: Mapping[str, Mapping[str, int]]
 ) -> Iterator[Tensors]:
     """The tensors on disk, those of one module together."""
     unused = set(shards)
     for name, weight in weights.items():
+        if isinstance(weight, PackedNVFP4):
+            # Off the device at once, which need not hold all weights a second time.
+            weight = weight.unpack().to("cpu")
         if isinstance(weight, NVFP4Tensor):
             module = name.removesuffix(f".{MODELOPT.codes}")
             unused -= {module}

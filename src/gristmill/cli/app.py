@@ -234,19 +234,26 @@ def cache_clear(
     clear(ask=not yes)
 
 
+def _listed(text: str | None) -> list[str]:
+    """Words by commas."""
+    return [] if text is None else [word.strip() for word in text.split(",")]
+
+
 @app.command(
     epilog="Examples: `gristmill bench --quick --output results`; "
     "`gristmill bench --op rms_norm_bwd --shape 32768x4096 --peers quack --json out.json`; "
-    "`gristmill bench --op softmax_causal --shape 16x4096x4096`; `gristmill bench host start`"
+    "`gristmill bench --op softmax_causal --shape 16x4096x4096`; "
+    "`gristmill bench nvfp4_linear --layers llama3_8b,8192x8192 --rows 1,16,64`; "
+    "`gristmill bench host start`"
 )
 @reported
 def bench(
     suites: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Kernel time: rms_norm, layer_norm, softmax, cross_entropy, linear (by default "
-            "these); host time: host; first calls: start; how good choices are: regret; what "
-            "choosing costs: choice; or all.",
+            help="Kernel time: rms_norm, layer_norm, softmax, cross_entropy, linear, nvfp4_linear "
+            "(by default these); host time: host; first calls: start; how good choices are: "
+            "regret; what choosing costs: choice; or all.",
             show_default=False,
         ),
     ] = None,
@@ -261,9 +268,23 @@ def bench(
     ] = None,
     shape: Shapes = None,
     dtype: Dtypes = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(
+            help="Only products with these weights, at every M of the suite: NxK or one of few, "
+            "llama3_8b, llama3_70b, qwen3_32b, deepseek_v3; by commas."
+        ),
+    ] = None,
+    rows: Annotated[
+        str | None,
+        typer.Option(help="Only products of so many rows, M: as in 1,16,64."),
+    ] = None,
     peers: Annotated[
         str | None,
-        typer.Option(help="Of eager,inductor,quack,liger,flashinfer, or none; by default all."),
+        typer.Option(
+            help="Of eager,inductor,quack,liger,flashinfer,cublas,humming,vllm, or none; by "
+            "default all."
+        ),
     ] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Samples per timing.")] = None,
     device: Device = None,
@@ -294,7 +315,9 @@ def bench(
             ops=op or [],
             shapes=shape or [],
             dtypes=dtype or [],
-            peers=None if peers is None else [name.strip() for name in peers.split(",")],
+            layers=_listed(layers),
+            rows=_listed(rows),
+            peers=None if peers is None else _listed(peers),
             samples=samples,
             device=device,
             json=json or (output and output / "results.json"),

@@ -16,7 +16,7 @@ from gristmill.bench.peers import Peer, choose
 from gristmill.bench.progress import progress
 from gristmill.bench.report import markdown, print_results
 from gristmill.bench.results import OURS, Results, load
-from gristmill.bench.suites import KERNEL_SUITES, SUITES, Shape, Task, known, tasks
+from gristmill.bench.suites import KERNEL_SUITES, SUITES, Shape, Task, known, layers_of, tasks
 from gristmill.cli.common import FAILURE, console, parse_dtype, parse_shape, torch_device
 from gristmill.errors import ArgumentError
 from gristmill.jit.compilers import Compilable
@@ -33,6 +33,8 @@ class Options:
     ops: Sequence[str]
     shapes: Sequence[str]
     dtypes: Sequence[str]
+    layers: Sequence[str]
+    rows: Sequence[str]
     peers: Sequence[str] | None
     samples: int | None
     device: str | None
@@ -70,18 +72,21 @@ def _measured(options: Options, out: Console) -> Results:
         names=options.ops,
         shapes=[_rows(shape) for shape in options.shapes],
         dtypes=dtypes,
+        layers=[layer for text in options.layers for layer in layers_of(text)],
+        rows=[_size(text) for text in options.rows],
     )
     peers: list[Peer] = []
     missing: dict[str, str] = {}
     if kernels:  # the other suites compare with torch alone
-        peers, missing = choose(options.peers or (), device)
+        names = {task.name for task in found}
+        peers, missing = choose(options.peers or (), device, names)
     else:
         found, notes = [], []
     points, grids = _regret_problems(suites, bool(kernels), device, options, dtypes)
     meta = {**describe(device, peers), "suites": suites, "missing_peers": missing, "notes": notes}
     results = Results(meta, path=options.json)
-    names = ", ".join(peer.name for peer in peers)
-    out.print(f"{meta['gpu']}, torch {meta['torch']}" + (f"; peers: {names}" if names else ""))
+    against = ", ".join(peer.name for peer in peers)
+    out.print(f"{meta['gpu']}, torch {meta['torch']}" + (f"; peers: {against}" if against else ""))
     _measure(suites, found, peers, device, results, options, dtypes, out)
     _measure_regret(points, grids, device, results, options, out)
     return results
@@ -203,3 +208,9 @@ def _rows(text: str) -> Shape:
     if len(shape) < 2 or min(shape) < 1:
         raise ArgumentError(f"{text!r}: a benchmark takes rows x columns, as in 4096x8192")
     return shape
+
+
+def _size(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentError(f"{text!r} is no number of rows: write one such as 64")
+    return int(text)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from os import PathLike
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gristmill.errors import ArgumentError, DtypeError
 from gristmill.formats.nvfp4 import NVFP4Tensor, quantize
-from gristmill.nn.nvfp4_module import NVFP4Module
+from gristmill.formats.nvfp4.tensor import FRAGMENTS
+from gristmill.nn.nvfp4_module import NVFP4Module, layout_by
+from gristmill.ops import checks
 from gristmill.ops.nvfp4_linear import linear_of
+from gristmill.ops.nvfp4_linear.semantics import ACTIVATIONS, check_columns
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -24,10 +27,11 @@ class NVFP4Linear(NVFP4Module):
 
     .. math:: y = x W^T + bias
 
-    The weight is frozen: buffers ``weight`` (uint8 ``(N, K / 2)``), ``weight_scale`` (E4M3
-    ``(N, K / 16)``) and ``weight_scale_2`` (fp32 ``(N,)``), named as ModelOpt names them, so that a
-    layer of its checkpoints loads as a state dict. The gradient of x passes through, and the bias
-    is a parameter: adapters beside the layer train.
+    The weight is frozen, in buffers ``weight``, ``weight_scale`` and ``weight_scale_2``. State
+    dicts have them as ModelOpt writes them (uint8 ``(N, K / 2)``, E4M3 ``(N, K / 16)``, fp32
+    ``(N,)``), so that a layer of its checkpoints loads as one; the buffers themselves have the
+    :attr:`layout` of their device's kernels. The gradient of x passes through, and the bias is a
+    parameter: adapters beside the layer train.
 
     Args:
         in_features: K, a multiple of 16.
@@ -35,6 +39,7 @@ class NVFP4Linear(NVFP4Module):
         bias: whether there is one.
         device: where to put everything.
         dtype: of the bias. The weight has none: `.to(dtype)` leaves it as it is.
+        act: what activations may be rounded to, as in :func:`gristmill.nvfp4.linear`.
 
     A new layer is all zeros; see :meth:`from_linear` and :meth:`from_checkpoint`.
     """
@@ -43,6 +48,7 @@ class NVFP4Linear(NVFP4Module):
     weight_scale: torch.Tensor
     weight_scale_2: torch.Tensor
     bias: torch.nn.Parameter | None
+    act: str | None = None  # for pickles from before there was one
 
     def __init__(
         self,
@@ -51,25 +57,34 @@ class NVFP4Linear(NVFP4Module):
         bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        act: str | None = None,
     ) -> None:
         super().__init__()
-        self.in_features, self.out_features = in_features, out_features
+        if act is not None:
+            checks.one_of("NVFP4Linear", "act", act, ACTIVATIONS)
+        self.in_features, self.out_features, self.act = in_features, out_features, act
         self._hold_zeros("", (out_features, in_features), device)
         zeros = torch.zeros(out_features, device=device, dtype=dtype) if bias else None
         self.bias = None if zeros is None else torch.nn.Parameter(zeros)
 
+    def _shape(self, prefix: str) -> tuple[int, ...]:
+        return self.out_features, self.in_features
+
     @classmethod
-    def from_linear(cls, linear: torch.nn.Linear, *, method: str = "amax") -> Self:
+    def from_linear(
+        cls, linear: torch.nn.Linear, *, method: str = "amax", act: str | None = None
+    ) -> Self:
         """`linear` with its weight quantised by :func:`gristmill.nvfp4.quantize`.
 
-        The bias is copied; whether it is trained stays the same.
+        The bias is copied; whether it is trained stays the same. `act` is as in the class.
         """
         if not isinstance(linear, torch.nn.Linear):
             raise DtypeError(
                 f"NVFP4Linear.from_linear: linear must be a torch.nn.Linear, "
                 f"got {type(linear).__name__}"
             )
-        layer = cls._of(quantize(linear.weight.detach(), method=method), linear.bias)
+        layer = cls._of(quantize(linear.weight.detach(), method=method), linear.bias, act)
         return layer.train(linear.training)
 
     @classmethod
@@ -80,6 +95,7 @@ class NVFP4Linear(NVFP4Module):
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        act: str | None = None,
     ) -> Self:
         """A layer of an NVFP4 checkpoint.
 
@@ -89,6 +105,7 @@ class NVFP4Linear(NVFP4Module):
                 with its own global scale, as in a fused q, k and v.
             device: where to load it.
             dtype: of the bias; as stored by default.
+            act: as in the class.
         """
         from gristmill.checkpoints import Checkpoint
 
@@ -109,12 +126,12 @@ class NVFP4Linear(NVFP4Module):
         if biased:
             bias = torch.cat([opened.tensor(f"{name}.bias", place) for name in names])
             bias = bias if dtype is None else bias.to(dtype)
-        return cls._of(weight, bias)
+        return cls._of(weight, bias, act)
 
     @classmethod
-    def _of(cls, weight: NVFP4Tensor, bias: torch.Tensor | None) -> Self:
+    def _of(cls, weight: NVFP4Tensor, bias: torch.Tensor | None, act: str | None) -> Self:
         rows, columns = weight.shape
-        layer = cls(columns, rows, bias=False, device="meta")
+        layer = cls(columns, rows, bias=False, device="meta", act=act)
         layer._hold("", weight)
         if bias is not None:
             trained = bias.requires_grad if isinstance(bias, torch.nn.Parameter) else True
@@ -123,14 +140,24 @@ class NVFP4Linear(NVFP4Module):
 
     @property
     def weight4(self) -> NVFP4Tensor:
-        """The weight, sharing the buffers' memory."""
+        """The weight: the buffers themselves in layout ``"rows"``, else a copy in that layout."""
         return self._held("")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear_of(x, self.weight, self.weight_scale, self.weight_scale_2, self.bias)
+        codes, scales, row_scale = self.weight, self.weight_scale, self.weight_scale_2
+        layout = layout_by(codes, scales, 2)
+        if layout == FRAGMENTS:
+            self._check_columns(x)
+        return linear_of(x, codes, scales, row_scale, self.bias, layout, None, self.act)
+
+    def _check_columns(self, x: Any) -> None:
+        """What the op cannot tell of a weight that is padded to 64 columns."""
+        if isinstance(x, torch.Tensor) and x.dim():
+            check_columns("nvfp4_linear", x, self.out_features, self.in_features)
 
     def extra_repr(self) -> str:
+        act = "" if self.act is None else f", act={self.act!r}"
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}"
+            f"bias={self.bias is not None}{act}"
         )

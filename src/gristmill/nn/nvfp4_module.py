@@ -1,28 +1,66 @@
-"""What modules with NVFP4 weights share: buffers that keep their dtypes, and their loading."""
+"""What modules with NVFP4 weights share: buffers in the layout of their device's kernels, that keep
+their dtypes, and their saving and loading in the layout of checkpoints.
+
+Which hook does what:
+
+- `_hold` (a module is made) and `_apply` (it is moved) lay the weight out for the device it is on.
+  On its way between devices it is unpacked before it leaves one and packed when it has come to the
+  other, so that a GPU does either.
+- `_save_to_state_dict` unpacks into new tensors; `_load_from_state_dict` shows torch such tensors
+  in the buffers' places, then packs them into the memory that the buffers had all along.
+- A pickle, and a deep copy, has the buffers as they are; `__setstate__` lays them out anew where
+  they have come to another kind of device.
+
+The layout is nowhere written down: the buffers' dims tell it (`layout_by`), so whoever exchanges
+buffers behind the module's back (offloading, `torch.func.functional_call`) exchanges it, too.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from gristmill.errors import ArgumentError
-from gristmill.formats.nvfp4.tensor import BLOCK, NVFP4Tensor
+from gristmill.formats.nvfp4 import tensor as formats
+from gristmill.formats.nvfp4.tensor import (
+    BLOCK,
+    E4M3,
+    FRAGMENTS,
+    ROWS,
+    TILES,
+    NVFP4Tensor,
+    PackedNVFP4,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# By which integers the floating-point buffers are hidden from a change of dtype.
-_AS_INTEGERS = {torch.float8_e4m3fn: torch.uint8, torch.float32: torch.int32}
+_NAMES = ("weight", "weight_scale", "weight_scale_2")
+_ARCHS = {ROWS: "cpu", FRAGMENTS: "sm_90", TILES: "sm_100"}  # one that has the layout
 
 
 class NVFP4Module(torch.nn.Module):
     """Holds weights as buffers ``weight``, ``weight_scale`` and ``weight_scale_2``, after a prefix.
 
     These are ModelOpt's names for codes, block scales and global scales; the last is kept for every
-    row. They are frozen, and `.to(torch.bfloat16)` and its like leave them as they are.
+    row. They are frozen, and `.to(torch.bfloat16)` and its like leave them as they are. On a GPU
+    they hold what :meth:`gristmill.nvfp4.NVFP4Tensor.prepare` gives, in place of the checkpoint's
+    tensors; state dicts are in the layout of checkpoints, whatever the device.
     """
+
+    _prefixes: ClassVar[tuple[str, ...]] = ("",)
+
+    def _shape(self, prefix: str) -> tuple[int, ...]:
+        """Of the weight."""
+        raise NotImplementedError
+
+    @property
+    def layout(self) -> str:
+        """How the buffers hold the weights: ``"rows"`` as in checkpoints, ``"fragments"`` or
+        ``"tiles"``."""
+        return self._packed(self._prefixes[0]).layout
 
     def _hold_zeros(
         self, prefix: str, shape: tuple[int, ...], device: torch.device | str | None
@@ -38,48 +76,84 @@ class NVFP4Module(torch.nn.Module):
         codes = torch.zeros((*lines, columns // 2), dtype=torch.uint8, device=device)
         scales = torch.zeros((*lines, columns // BLOCK), dtype=torch.uint8, device=device)
         row_scale = torch.zeros(lines, dtype=torch.float32, device=device)
-        self._hold(prefix, NVFP4Tensor(codes, scales.view(torch.float8_e4m3fn), row_scale))
+        self._hold(prefix, NVFP4Tensor(codes, scales.view(E4M3), row_scale))
 
     def _hold(self, prefix: str, weight: NVFP4Tensor) -> None:
-        self.register_buffer(f"{prefix}weight", weight.codes)
-        self.register_buffer(f"{prefix}weight_scale", weight.scales)
-        self.register_buffer(f"{prefix}weight_scale_2", weight.row_scale.contiguous())
+        """Take over a weight that nobody else holds."""
+        for name in _NAMES:
+            self.register_buffer(prefix + name, None)
+        self._put(prefix, _laid_out(weight, in_place=True))
+
+    def _put(self, prefix: str, weight: PackedNVFP4) -> None:
+        parts = (weight.codes, weight.scales, weight.row_scale.contiguous())
+        for name, part in zip(_NAMES, parts, strict=True):
+            self._buffers[prefix + name] = part
+
+    def _packed(self, prefix: str) -> PackedNVFP4:
+        """The buffers as they are."""
+        codes, scales, row_scale = (self.get_buffer(prefix + name) for name in _NAMES)
+        shape = self._shape(prefix)
+        layout = layout_by(codes, scales, len(shape))
+        return PackedNVFP4(codes, scales, row_scale, layout, shape[-1])
 
     def _held(self, prefix: str) -> NVFP4Tensor:
-        names = (f"{prefix}weight", f"{prefix}weight_scale", f"{prefix}weight_scale_2")
-        return NVFP4Tensor(*(self.get_buffer(name) for name in names))
+        """The weight in the layout of checkpoints: the buffers themselves if they have it."""
+        return self._packed(prefix).unpack()
 
-    def _block_scale_names(self) -> list[str]:
-        return [name for name in self._buffers if name.endswith("weight_scale")]
-
-    def _row_scale_names(self) -> list[str]:
-        return [name for name in self._buffers if name.endswith("weight_scale_2")]
+    def _settle(self, prefix: str) -> None:
+        """Lay the buffers out for the device they have come to, if they are all there."""
+        weight = self._packed(prefix)
+        parts = (weight.codes, weight.scales, weight.row_scale)
+        if len({part.device for part in parts}) > 1 or not _are_plain(*parts):
+            return
+        if weight.layout != _layout_on(weight.device, weight):
+            self._put(prefix, _laid_out(weight.unpack(), in_place=False))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """Moves everything and converts what may be converted: scales are no numbers meanwhile."""
-        names = self._block_scale_names() + self._row_scale_names()
-        dtypes = {name: self.get_buffer(name).dtype for name in names}
-        for name, dtype in dtypes.items():
-            self._buffers[name] = self.get_buffer(name).view(_AS_INTEGERS[dtype])
+        """Moves everything, and converts what may be converted, which weights may not."""
+        weights = {prefix: self._packed(prefix) for prefix in self._prefixes}
+        for name in self._weight_names():
+            self._buffers[name] = None
         try:
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            weights = {prefix: _moved(weight, fn) for prefix, weight in weights.items()}
         finally:
-            for name, dtype in dtypes.items():
-                self._buffers[name] = self.get_buffer(name).view(dtype)
+            for prefix, weight in weights.items():
+                self._put(prefix, weight)
         return self
+
+    def _weight_names(self) -> list[str]:
+        return [prefix + name for prefix in self._prefixes for name in _NAMES]
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickles, in which torch writes fp8 but does not read it: by bytes."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        state["_buffers"] = dict(self._buffers)
-        for name in self._block_scale_names():
-            state["_buffers"][name] = self.get_buffer(name).view(torch.uint8)
+        state["_buffers"] = {
+            name: part.view(torch.uint8) if part is not None and part.dtype == E4M3 else part
+            for name, part in self._buffers.items()
+        }
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        for name in self._block_scale_names():
-            self._buffers[name] = self.get_buffer(name).view(torch.float8_e4m3fn)
+        for prefix in self._prefixes:
+            weight = self._packed(prefix)
+            if weight.layout != FRAGMENTS:
+                self._buffers[f"{prefix}weight_scale"] = weight.scales.view(E4M3)
+            self._settle(prefix)
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        """In the layout of checkpoints; a copy where the buffers have another."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for which in self._prefixes:
+            weight = self._packed(which)
+            if weight.layout != ROWS:
+                found = weight.unpack()
+                parts = (found.codes, found.scales, found.global_scale)
+                for name, part in zip(_NAMES, parts, strict=True):
+                    destination[prefix + which + name] = part
 
     def _load_from_state_dict(
         self,
@@ -94,31 +168,93 @@ class NVFP4Module(torch.nn.Module):
         """Also takes one global scale for all rows, block scales as bytes, and leaves the scales of
         activations out. Any other dtype is an error: torch would convert numbers that are codes.
         """
-        for name in self._row_scale_names():
-            found = state_dict.get(prefix + name)
-            if isinstance(found, torch.Tensor):
-                state_dict[prefix + name] = _for_every_row(found, self.get_buffer(name).shape)
-        for name in self._block_scale_names():
-            found = state_dict.get(prefix + name)
-            if isinstance(found, torch.Tensor) and found.dtype == torch.uint8:
-                state_dict[prefix + name] = found.view(torch.float8_e4m3fn)
-        state_dict.pop(f"{prefix}input_scale", None)
-        for name, held in self._buffers.items():
-            found = state_dict.get(prefix + name)
-            if held is None or "weight" not in name or not isinstance(found, torch.Tensor):
+        packed = {}
+        for which in self._prefixes:
+            old = self._packed(which)
+            if old.layout != ROWS:
+                packed[which] = old
+                self._put(which, _in_layout(old.unpack(), ROWS))
+        self._adapt(state_dict, prefix, error_msgs)
+        try:
+            super()._load_from_state_dict(
+                state_dict,
+                prefix,
+                local_metadata,
+                strict,
+                missing_keys,
+                unexpected_keys,
+                error_msgs,
+            )
+        finally:
+            if local_metadata.get("assign_to_params_buffers", False):
+                for which in self._prefixes:
+                    self._settle(which)
+            else:
+                for which, old in packed.items():
+                    new = _in_layout(self._held(which), old.layout, in_place=True)
+                    old.codes.copy_(new.codes)
+                    old.scales.copy_(new.scales)
+                    old.row_scale.copy_(new.row_scale)
+                    self._put(which, old)
+
+    def _adapt(self, state_dict: dict[str, Any], prefix: str, error_msgs: list[str]) -> None:
+        """What is to be loaded in the form of the buffers, which are in rows now."""
+        for name in self._weight_names():
+            held, found = self.get_buffer(name), state_dict.get(prefix + name)
+            if not isinstance(found, torch.Tensor):
                 continue
+            if name.endswith("weight_scale_2"):
+                found = _for_every_row(found, held.shape)
+            if name.endswith("weight_scale") and found.dtype == torch.uint8:
+                found = found.view(E4M3)
+            state_dict[prefix + name] = found
             if found.dtype != held.dtype:
                 error_msgs.append(f"{prefix}{name} must have dtype {held.dtype}, got {found.dtype}")
                 del state_dict[prefix + name]
-        super()._load_from_state_dict(
-            state_dict,
-            prefix,
-            local_metadata,
-            strict,
-            missing_keys,
-            unexpected_keys,
-            error_msgs,
-        )
+        state_dict.pop(f"{prefix}input_scale", None)
+
+
+def layout_by(codes: torch.Tensor, scales: torch.Tensor, dims: int) -> str:
+    """The layout of the parts of a weight of so many dims."""
+    if codes.dim() > dims:
+        return FRAGMENTS
+    return TILES if scales.dim() < dims else ROWS
+
+
+def _laid_out(weight: NVFP4Tensor, *, in_place: bool) -> PackedNVFP4:
+    """As the kernels of its device want it; what is no ordinary tensor stays as it is."""
+    is_plain = _are_plain(weight.codes, weight.scales, weight.global_scale)
+    return weight.prepare(in_place=in_place) if is_plain else _in_layout(weight, ROWS)
+
+
+def _in_layout(weight: NVFP4Tensor, layout: str, *, in_place: bool = False) -> PackedNVFP4:
+    return weight.prepare(_ARCHS[layout], in_place=in_place)
+
+
+def _layout_on(device: torch.device, weight: PackedNVFP4) -> str:
+    return formats.layout_of(formats.arch_of(device), len(weight.shape) > 2)
+
+
+def _moved(weight: PackedNVFP4, fn: Callable[[torch.Tensor], torch.Tensor]) -> PackedNVFP4:
+    """`weight` with `fn` applied to its parts, as bytes, laid out for where they have come to.
+
+    Row scales go first: where they land says what the others must be. Those are unpacked before
+    they leave, since a copy to a CPU may not be over when `fn` returns.
+    """
+    row_scale = fn(weight.row_scale.view(torch.int32)).view(torch.float32)
+    wanted = _layout_on(row_scale.device, weight) if _are_plain(row_scale) else ROWS
+    if weight.layout != wanted:
+        weight = _in_layout(weight.unpack(), ROWS)
+    codes, scales = fn(weight.codes), fn(weight.scales.view(torch.uint8)).view(weight.scales.dtype)
+    is_ours = codes.device != weight.device  # nobody else can hold what has just been made
+    if weight.layout == wanted:
+        return PackedNVFP4(codes, scales, row_scale, wanted, weight.columns)
+    return _laid_out(NVFP4Tensor(codes, scales, row_scale), in_place=is_ours)
+
+
+def _are_plain(*tensors: torch.Tensor) -> bool:
+    """Whether they are no fakes, no DTensors and the like."""
+    return all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors)
 
 
 def _for_every_row(scale: torch.Tensor, shape: torch.Size) -> torch.Tensor:

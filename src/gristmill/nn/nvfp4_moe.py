@@ -10,7 +10,7 @@ import torch
 
 from gristmill.errors import ArgumentError
 from gristmill.formats.nvfp4 import NVFP4Tensor, quantize
-from gristmill.nn.nvfp4_module import NVFP4Module
+from gristmill.nn.nvfp4_module import NVFP4Module, layout_by
 from gristmill.ops.nvfp4_moe import NVFP4_MOE, moe_of
 
 if TYPE_CHECKING:
@@ -26,7 +26,8 @@ class NVFP4MoE(NVFP4Module):
 
     Everything is frozen and held in buffers: ``w13_weight``, ``w13_weight_scale``,
     ``w13_weight_scale_2`` (rows of the gate before those of up) and the same for ``w2``; with
-    `bias`, ``w13_bias`` ``(E, 2 * I)`` and ``w2_bias`` ``(E, H)``. The gradients of hidden states
+    `bias`, ``w13_bias`` ``(E, 2 * I)`` and ``w2_bias`` ``(E, H)``. State dicts have them in the
+    layout of checkpoints, whatever :attr:`layout` the device wants. The gradients of hidden states
     and of the router's weights pass through.
 
     Args:
@@ -40,6 +41,8 @@ class NVFP4MoE(NVFP4Module):
 
     New experts are all zeros; see :meth:`from_experts` and :meth:`from_checkpoint`.
     """
+
+    _prefixes = ("w13_", "w2_")
 
     w13_weight: torch.Tensor
     w13_weight_scale: torch.Tensor
@@ -66,18 +69,21 @@ class NVFP4MoE(NVFP4Module):
         self.num_experts, self.hidden_size = num_experts, hidden_size
         self.intermediate_size = intermediate_size
         self.activation, self.limit = activation, limit
-        wide = (num_experts, 2 * intermediate_size, hidden_size)
-        back = (num_experts, hidden_size, intermediate_size)
-        for name, shape in (("w13_", wide), ("w2_", back)):
+        for name in self._prefixes:
+            shape = self._shape(name)
             self._hold_zeros(name, shape, device)
             zeros = torch.zeros(shape[:2], device=device, dtype=dtype) if bias else None
             self.register_buffer(f"{name}bias", zeros)
         self._check()
 
+    def _shape(self, prefix: str) -> tuple[int, ...]:
+        experts, hidden, inner = self.num_experts, self.hidden_size, self.intermediate_size
+        return (experts, 2 * inner, hidden) if prefix == "w13_" else (experts, hidden, inner)
+
     def _check(self) -> None:
         """What a call would say of the experts, said before there is one."""
         rows = torch.empty((0, self.hidden_size), device=self.w13_weight.device)
-        NVFP4_MOE.check(rows, rows[:, :0], rows[:, :0].int(), *self._arguments(), None, "rows")
+        NVFP4_MOE.check(rows, rows[:, :0], rows[:, :0].int(), *self._arguments())
 
     @classmethod
     def from_experts(
@@ -168,12 +174,15 @@ class NVFP4MoE(NVFP4Module):
 
     @property
     def w13(self) -> NVFP4Tensor:
-        """The weights of gate and up, ``(E, 2 * I, H)``, sharing the buffers' memory."""
+        """The weights of gate and up, ``(E, 2 * I, H)``.
+
+        The buffers themselves in layout ``"rows"``, else a copy in that layout.
+        """
         return self._held("w13_")
 
     @property
     def w2(self) -> NVFP4Tensor:
-        """The weights back, ``(E, H, I)``, sharing the buffers' memory."""
+        """The weights back, ``(E, H, I)``, likewise."""
         return self._held("w2_")
 
     def forward(
@@ -194,6 +203,8 @@ class NVFP4MoE(NVFP4Module):
             self.w2_bias,
             self.activation,
             self.limit,
+            None,
+            layout_by(self.w13_weight, self.w13_weight_scale, 3),
         )
 
     def extra_repr(self) -> str:

@@ -2,7 +2,8 @@
 
 A whole weight in 16 bits is 3.6 times its packed self, so nothing here ever holds one, save the
 references: weights are decoded piece by piece, each with all that is made beside it within
-`PIECE_BYTES`. A single row (or block of columns) is decoded whole, however long it is.
+`PIECE_BYTES`. A single row (or block of columns, or 64 of either in fragments) is decoded whole,
+however long it is.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ from typing import Any, NamedTuple
 import torch
 
 from gristmill.errors import ArgumentError, DtypeError
-from gristmill.formats.nvfp4 import tiles
+from gristmill.formats.nvfp4 import fragments, packing, tiles
 from gristmill.formats.nvfp4.tensor import (
     BLOCK,
+    E4M3,
+    FRAGMENTS,
     LAYOUTS,
     ROWS,
     TILES,
     NVFP4Tensor,
     PackedNVFP4,
     decode_blocks,
-    scales_in_rows,
 )
 from gristmill.ops import checks
 
@@ -32,29 +34,46 @@ EVERY = slice(None)
 
 
 class Weight(NamedTuple):
-    """The parts of a weight ``(N, K)``, or of a stack ``(E, N, K)``, as the ops take them."""
+    """The parts of a weight ``(N, K)``, or of a stack ``(E, N, K)``, as the ops take them.
+
+    `width` is K. Only the layout "fragments" needs it, whose padding hides K.
+    """
 
     codes: torch.Tensor
     scales: torch.Tensor
     row_scale: torch.Tensor
     layout: str
+    width: int | None = None
 
     @property
     def rows(self) -> int:
-        return self.codes.shape[-2]
+        return self.row_scale.shape[-1] if self.layout == FRAGMENTS else self.codes.shape[-2]
 
     @property
     def columns(self) -> int:
-        return self.codes.shape[-1] * 2
+        if self.layout != FRAGMENTS:
+            return self.codes.shape[-1] * 2
+        if self.width is None:
+            raise ValueError("a weight in fragments does not tell how many columns it has")
+        return self.width
+
+    @property
+    def least(self) -> tuple[int, int]:
+        """How many rows and columns are decoded together, whatever part of them is wanted."""
+        in_fragments = self.layout == FRAGMENTS
+        return (fragments.ROWS, fragments.COLUMNS) if in_fragments else (1, BLOCK)
 
     def whole(self, dtype: torch.dtype) -> torch.Tensor:
         """All values, rounded once."""
-        scales = scales_in_rows(self.scales, self.rows, self.columns, self.layout)
-        return decode_blocks(self.codes, scales, dtype) * self.row_scale.unsqueeze(-1)
+        return self.blocks(dtype) * self.row_scale.unsqueeze(-1)
 
     def expert(self, number: int) -> Weight:
         """One matrix of a stack."""
-        return Weight(self.codes[number], self.scales[number], self.row_scale[number], self.layout)
+        return self._replace(
+            codes=self.codes[number],
+            scales=self.scales[number],
+            row_scale=self.row_scale[number],
+        )
 
     def blocks(
         self,
@@ -69,6 +88,8 @@ class Weight(NamedTuple):
         """
         rows = range(self.rows) if rows is None else rows
         columns = range(self.columns) if columns is None else columns
+        if self.layout == FRAGMENTS:
+            return decode_blocks(*self._unpacked(rows, columns, experts), dtype)
         wide = range(columns.start // BLOCK, columns.stop // BLOCK)
         codes = self.codes[..., rows.start : rows.stop, columns.start // 2 : columns.stop // 2]
         if self.layout == TILES:
@@ -77,6 +98,21 @@ class Weight(NamedTuple):
             part = self.scales[..., rows.start : rows.stop, wide.start : wide.stop]
             scales = _chosen(part, experts)
         return decode_blocks(_chosen(codes, experts), scales, dtype)
+
+    def _unpacked(
+        self, rows: range, columns: range, experts: slice | torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes and scales in row order, out of the slabs and chunks in which they lie."""
+        slabs = slice(rows.start // fragments.ROWS, -(-rows.stop // fragments.ROWS))
+        chunks = slice(columns.start // fragments.COLUMNS, -(-columns.stop // fragments.COLUMNS))
+        codes, scales = (
+            _aligned(_chosen(part[..., slabs, chunks, :], experts))
+            for part in (self.codes, self.scales)
+        )
+        first, left = slabs.start * fragments.ROWS, chunks.start * fragments.COLUMNS
+        codes, scales = packing.unpack(codes, scales, rows.stop - first, columns.stop - left)
+        above, before = rows.start - first, columns.start - left
+        return codes[..., above:, before // 2 :], scales[..., above:, before // BLOCK :]
 
     def levelled(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The row scales as a part of at most one and the largest of each matrix.
@@ -96,14 +132,19 @@ def _chosen(stack: torch.Tensor, experts: slice | torch.Tensor) -> torch.Tensor:
     return stack if experts == EVERY else stack[experts]
 
 
+def _aligned(part: torch.Tensor) -> torch.Tensor:
+    """Bytes that can be read as words: a copy where they begin in the middle of one."""
+    return part.clone() if part.storage_offset() % 16 else part
+
+
 def pieces(total: int, most: int, least: int = 1) -> Iterator[range]:
     """`range(total)` in ranges of at most `most` and at least `least`, of whole blocks if of many.
 
-    `least` is one, or a block where blocks cannot be taken apart.
+    `least` is one, or what cannot be taken apart: a block, or the rows and columns of a fragment.
     """
-    size = max(least, most)
-    if BLOCK < size < total:
-        size -= size % BLOCK
+    size, step = max(least, most), max(least, BLOCK)
+    if step < size < total:
+        size -= size % step
     for start in range(0, total, size):
         yield range(start, min(start + size, total))
 
@@ -137,7 +178,8 @@ def parts_of(op: str, name: str, weight: Any) -> Weight:
     if isinstance(weight, NVFP4Tensor):
         return Weight(weight.codes, weight.scales, weight.row_scale, ROWS)
     if isinstance(weight, PackedNVFP4):
-        return Weight(weight.codes, weight.scales, weight.row_scale, weight.layout)
+        parts = (weight.codes, weight.scales, weight.row_scale)
+        return Weight(*parts, weight.layout, weight.columns)
     raise DtypeError(
         f"{op}: {name} must be an NVFP4Tensor or a PackedNVFP4, got {type(weight).__name__}; "
         f"gristmill.nvfp4.quantize makes one of a tensor"
@@ -145,12 +187,24 @@ def parts_of(op: str, name: str, weight: Any) -> Weight:
 
 
 def check_weight(op: str, prefix: str, weight: Weight, dims: int, device: torch.device) -> None:
-    """That the parts are tensors of a weight of `dims` dims, and fit together."""
-    codes, scales, row_scale, layout = weight
-    dtypes = (torch.uint8, torch.float8_e4m3fn, torch.float32)
+    """That the parts are tensors of a weight of `dims` dims, and fit together.
+
+    Whether they fit the columns of the input, the ops say; in fragments that is all they can tell.
+    """
+    checks.one_of(op, "layout", weight.layout, LAYOUTS)
+    scales = torch.uint8 if weight.layout == FRAGMENTS else E4M3
+    dtypes = (torch.uint8, scales, torch.float32)
     for name, value, dtype in zip(weight._fields, weight, dtypes, strict=False):
         _check_part(op, prefix + name, value, dtype, device)
-    checks.one_of(op, "layout", layout, LAYOUTS)
+    if weight.layout == FRAGMENTS:
+        _check_fragments(op, prefix, weight, dims)
+    else:
+        _check_rows(op, prefix, weight, dims)
+
+
+def _check_rows(op: str, prefix: str, weight: Weight, dims: int) -> None:
+    """Codes in row order, with scales in rows or tiles."""
+    codes, scales, row_scale, layout, _ = weight
     shape = "(N, K / 2)" if dims == 2 else "(E, N, K / 2)"
     if codes.dim() != dims:
         hint = "; a stack of weights is for nvfp4.moe" if codes.dim() == 3 else ""
@@ -177,6 +231,35 @@ def check_weight(op: str, prefix: str, weight: Weight, dims: int, device: torch.
             f"{op}: {prefix}row_scale must have shape {tuple(codes.shape[:-1])}, one for each row, "
             f"got {tuple(row_scale.shape)}"
         )
+
+
+def _check_fragments(op: str, prefix: str, weight: Weight, dims: int) -> None:
+    """Pieces as many as the row scales and the columns ask for."""
+    codes, scales, row_scale, layout, _ = weight
+    shape = "(N,)" if dims == 2 else "(E, N)"
+    if row_scale.dim() != dims - 1:
+        hint = "; a stack of weights is for nvfp4.moe" if dims == 2 and row_scale.dim() else ""
+        raise ArgumentError(
+            f"{op}: {prefix}row_scale must have shape {shape}, one for each row, "
+            f"got {tuple(row_scale.shape)}{hint}"
+        )
+    if weight.columns % BLOCK:
+        raise ArgumentError(
+            f"{op}: {prefix}codes in layout {layout!r} have columns in blocks of {BLOCK}, but the "
+            f"call has K = {weight.columns} of them"
+        )
+    *stack, rows = row_scale.shape
+    pieces_there = (*stack, *fragments.padded(rows, weight.columns))
+    for name, part, size in (
+        ("codes", codes, fragments.CODES),
+        ("scales", scales, fragments.SCALES),
+    ):
+        if tuple(part.shape) != (*pieces_there, size):
+            raise ArgumentError(
+                f"{op}: {prefix}{name} must have shape {(*pieces_there, size)} in layout "
+                f"{layout!r} for N = {rows} rows, as row_scale has, and K = {weight.columns} "
+                f"columns, as the call has, got {tuple(part.shape)}"
+            )
 
 
 def _check_part(op: str, name: str, value: Any, dtype: torch.dtype, device: torch.device) -> None:

@@ -20,24 +20,40 @@ class Nvfp4LinearRunner:
         weight: ``(N, K)``. An NVFP4Tensor is prepared for the device it is on, and shares what
             keeps its layout.
         bias: ``(N,)`` or None.
+        act: what activations may be rounded to, as in :func:`gristmill.nvfp4.linear`.
+        in_place: whether an NVFP4Tensor may be overwritten when it is prepared, as in
+            :meth:`gristmill.nvfp4.NVFP4Tensor.prepare`: then there is never a second copy of it,
+            and it must not be used afterwards.
 
     `_run_impl(x)` is :func:`gristmill.nvfp4.linear`: ``(..., K)`` to ``(..., N)`` of x's dtype.
     """
 
-    def __init__(self, weight: NVFP4Tensor | PackedNVFP4, bias: torch.Tensor | None = None) -> None:
-        self.weight = _prepared("Nvfp4LinearRunner", "weight", weight)
-        self.bias = bias
-        _check(NVFP4_LINEAR, _no_rows(self.weight), self.weight, bias)
+    act: str | None = None  # for pickles from before there was one
+
+    def __init__(
+        self,
+        weight: NVFP4Tensor | PackedNVFP4,
+        bias: torch.Tensor | None = None,
+        *,
+        act: str | None = None,
+        in_place: bool = False,
+    ) -> None:
+        parts_of("Nvfp4LinearRunner", "weight", weight)  # says what it must be
+        # All of it before anything is overwritten.
+        _check(NVFP4_LINEAR, _no_rows(weight), weight, bias, act=act)
+        self.weight = _prepared("Nvfp4LinearRunner", "weight", weight, in_place)
+        self.bias, self.act = bias, act
         self.out_features, self.in_features = self.weight.shape
 
     def _run_impl(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias, act=self.act)
 
     def __repr__(self) -> str:
+        act = "" if self.act is None else f"act={self.act!r}, "
         return (
             f"{type(self).__name__}(in_features={self.in_features}, "
             f"out_features={self.out_features}, bias={self.bias is not None}, "
-            f"{_place(self.weight)})"
+            f"{act}{_place(self.weight)})"
         )
 
 
@@ -92,12 +108,12 @@ class Nvfp4MoeRunner:
         )
 
 
-def _prepared(op: str, name: str, weight: Any) -> PackedNVFP4:
+def _prepared(op: str, name: str, weight: Any, in_place: bool = False) -> PackedNVFP4:
     parts_of(op, name, weight)  # says what it must be
-    return weight.prepare() if isinstance(weight, NVFP4Tensor) else weight
+    return weight.prepare(in_place=in_place) if isinstance(weight, NVFP4Tensor) else weight
 
 
-def _no_rows(weight: PackedNVFP4) -> torch.Tensor:
+def _no_rows(weight: NVFP4Tensor | PackedNVFP4) -> torch.Tensor:
     """An input for the weight, of no rows at all."""
     return torch.empty((0, weight.shape[-1]), dtype=torch.float32, device=weight.device)
 

@@ -9,17 +9,24 @@ One module here per op family.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from gristmill.bench.peers import cross_entropy, layer_norm, linear, rms_norm, softmax
+from gristmill.bench.peers import (
+    cross_entropy,
+    layer_norm,
+    linear,
+    nvfp4_linear,
+    rms_norm,
+    softmax,
+)
 from gristmill.bench.peers.peer import Builder, Function, Peer, Sets
 from gristmill.bench.suites import known
 
 __all__ = ["GRISTMILL", "PEERS", "Builder", "Function", "Peer", "Sets", "choose"]
 
-FAMILIES = (rms_norm, layer_norm, softmax, cross_entropy, linear)
+FAMILIES = (rms_norm, layer_norm, softmax, cross_entropy, linear, nvfp4_linear)
 
 
 def _peer(name: str, package: str, module: str, *, cpu: bool = False) -> Peer:
@@ -40,18 +47,27 @@ PEERS = {
         _peer("quack", "quack-kernels", "quack"),
         _peer("liger", "liger-kernel", "liger_kernel.ops.rms_norm"),
         _peer("flashinfer", "flashinfer-python", "flashinfer.norm"),
+        _peer("cublas", "torch", "torch", cpu=True),
+        _peer("humming", "humming-kernels", "humming.layer"),
+        _peer("vllm", "vllm", "vllm._custom_ops"),
     )
 }
 
 
-def choose(names: Sequence[str], device: torch.device) -> tuple[list[Peer], dict[str, str]]:
+def choose(
+    names: Sequence[str], device: torch.device, tasks: Iterable[str] | None = None
+) -> tuple[list[Peer], dict[str, str]]:
     """The peers that can take part, and for each of the others the reason.
 
-    No names means all. `none` means none, for a quick look at gristmill alone.
+    No names means all that have one of `tasks` (by default any). `none` means none, for a quick
+    look at gristmill alone.
     """
     if list(names) == ["none"]:
         return [], {}
-    wanted = [PEERS[known("peer", name, PEERS)] for name in names] or list(PEERS.values())
+    chosen = set(tasks) if tasks is not None else None
+    wanted = [PEERS[known("peer", name, PEERS)] for name in names] or [
+        peer for peer in PEERS.values() if chosen is None or chosen & set(peer.builders)
+    ]
     reasons = {peer.name: peer.missing(device) for peer in wanted}
     here = [peer for peer in wanted if reasons[peer.name] is None]
     return here, {name: reason for name, reason in reasons.items() if reason is not None}

@@ -12,19 +12,17 @@ row are columns ``16 * j + 8 * h + 2 * t + e`` (j = 0..3, h = 0, 1, e = 0, 1), e
 holds which bit of which value is `PLACES`; so spread, a pair takes two instructions to become two
 bf16 numbers, and no bit is spent on it.
 
-Scales: row ``16 * w + 8 * r + g`` has its four, one byte each, at ``64 * w + 8 * g + 4 * r``. A byte
-is the number with one more bit of exponent and one less of range: ``(exponent + 20) << 3 |
+Scales: row ``16 * w + 8 * r + g`` has its four, one byte each, at ``64 * w + 8 * g + 4 * r``. A
+byte is the number with one more bit of exponent and one less of range: ``(exponent + 20) << 3 |
 mantissa``, so that subnormal scales are ordinary numbers, and 0 for zero, beside which all values
 are zero.
 """
 
 from __future__ import annotations
 
-import functools
-import math
-
 import torch
 
+from gristmill.errors import ArgumentError
 from gristmill.formats.nvfp4 import e2m1
 
 ROWS = COLUMNS = 64  # of a piece
@@ -37,6 +35,25 @@ _SHARED = 0x60306030  # bits of the first word that belong to the last two pairs
 def padded(rows: int, columns: int) -> tuple[int, int]:
     """How many slabs, and how many chunks in each."""
     return -(-rows // ROWS), -(-columns // COLUMNS)
+
+
+def check_shapes(
+    op: str, codes: torch.Tensor, scales: torch.Tensor, row_scale: torch.Tensor, columns: int
+) -> None:
+    """That the parts are those of a weight of so many columns."""
+    if columns % BLOCK or row_scale.dim() < 1:
+        raise ArgumentError(
+            f"{op}: columns must be a multiple of {BLOCK} and row_scale (..., N), got {columns} "
+            f"and {tuple(row_scale.shape)}"
+        )
+    *stack, rows = row_scale.shape
+    whole = (*stack, *padded(rows, columns))
+    for name, part, size in (("codes", codes, CODES), ("scales", scales, SCALES)):
+        if tuple(part.shape) != (*whole, size):
+            raise ArgumentError(
+                f"{op}: {name} must have shape {(*whole, size)} in layout 'fragments' for {rows} "
+                f"rows and {columns} columns, got {tuple(part.shape)}"
+            )
 
 
 def _place(pair: int, half: int, bit: int) -> tuple[int, int]:
@@ -61,29 +78,20 @@ PLACES = tuple(
 )
 
 
-@functools.cache
-def scale_codes() -> tuple[int, ...]:
-    """The byte here for each E4M3 byte that is not negative; NaN, which no scale is, has 255."""
-    found = []
-    for byte in range(128):
-        exponent, mantissa = byte >> 3, byte & 7
-        if byte == 127:
-            found.append(255)
-        elif exponent:
-            found.append((exponent + 13) << 3 | mantissa)
-        elif mantissa:
-            power = int(math.log2(mantissa))
-            found.append((power + 11) << 3 | (mantissa << 3 >> power) & 7)
-        else:
-            found.append(0)
-    return tuple(found)
+def encode_scales(raw: torch.Tensor) -> torch.Tensor:
+    """The byte here for each byte of E4M3. What no scale is, NaN or less than zero, has 255."""
+    # By arithmetic, not by a table: one that comes from the host would have to be waited for.
+    small = torch.where(raw < 2, raw * 88, torch.where(raw < 4, raw * 4 + 88, raw * 2 + 96))
+    coded = torch.where(raw < 8, small, raw + 104)
+    return coded.masked_fill(raw > 126, 255).masked_fill(raw == 128, 0)
 
 
-@functools.cache
-def _scale_bytes() -> tuple[int, ...]:
+def decode_scales(coded: torch.Tensor) -> torch.Tensor:
     """The other way; what no scale has is NaN."""
-    back = {code: byte for byte, code in enumerate(scale_codes())}
-    return tuple(back.get(code, 127) for code in range(256))
+    small = torch.where(coded < 104, (coded - 88) >> 2, (coded - 96) >> 1)
+    small = small.masked_fill(coded < 96, 1).masked_fill(coded == 0, 0)
+    raw = torch.where(coded < 112, small, coded - 104)
+    return raw.masked_fill((encode_scales(raw) != coded) | (coded > 230), 127)
 
 
 def pack(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,7 +103,7 @@ def pack(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch
     slabs, chunks = padded(rows, 2 * half)
     raw = scales.contiguous().view(torch.uint8)
     values = e2m1.unpack(codes)
-    values = values * (raw != 0).repeat_interleave(BLOCK, -1)  # zeros beside a scale of zero
+    values = values * (raw & 127 != 0).repeat_interleave(BLOCK, -1)  # zeros beside a scale of zero
     values = _whole(values, slabs * ROWS, chunks * COLUMNS)
     # (slab, w, r, g), (chunk, j, h, t, e) -> slab, chunk, w, g, t, r, pair, e
     cut = values.view(*stack, slabs, 4, 2, 8, chunks, 8, 4, 2)
@@ -110,8 +118,7 @@ def pack(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch
     packed = words.where(words < 1 << 31, words - (1 << 32)).int().contiguous().view(torch.uint8)
     packed = packed.reshape(*stack, slabs, chunks, CODES)
 
-    table = torch.tensor(scale_codes() + (255,) * 128, dtype=torch.uint8, device=codes.device)
-    coded = _whole(table[raw.long()], slabs * ROWS, chunks * 4)
+    coded = _whole(encode_scales(raw), slabs * ROWS, chunks * 4)
     groups = coded.view(*stack, slabs, 4, 2, 8, chunks, 4)
     groups = groups.permute(*range(len(stack)), *(len(stack) + at for at in (0, 4, 1, 3, 2, 5)))
     return packed, groups.reshape(*stack, slabs, chunks, SCALES)
@@ -139,8 +146,7 @@ def unpack(
     groups = scales.view(*stack, slabs, chunks, 4, 8, 2, 4)
     groups = groups.permute(*range(len(stack)), *(len(stack) + at for at in (0, 2, 4, 3, 1, 5)))
     coded = groups.reshape(*stack, slabs * ROWS, chunks * 4)[..., :rows, : columns // BLOCK]
-    table = torch.tensor(_scale_bytes(), dtype=torch.uint8, device=codes.device)
-    return e2m1.pack(values), table[coded.long()].view(torch.float8_e4m3fn)
+    return e2m1.pack(values), decode_scales(coded).view(torch.float8_e4m3fn)
 
 
 def _whole(values: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

@@ -10,43 +10,29 @@ or for each of its rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from gristmill.errors import ArgumentError, DtypeError
-from gristmill.formats.nvfp4 import e2m1, tiles
+from gristmill.formats.nvfp4 import e2m1, fragments, packing, structure, tiles
 
 BLOCK = 16  # elements along K that share a scale
 E4M3 = torch.float8_e4m3fn
 LARGEST_SCALE = 448.0  # of E4M3
 ROWS = "rows"
 TILES = "tiles"
-LAYOUTS = (ROWS, TILES)
+FRAGMENTS = "fragments"
+LAYOUTS = (ROWS, TILES, FRAGMENTS)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of weights in the open
 
 _PIECE = 1 << 24  # bytes of codes that are decoded at a time
 _transforms = torch._C._functorch.peek_interpreter_stack
 
-T = TypeVar("T", bound="NVFP4Tensor | PackedNVFP4")
-
-
-class _ByBytes:
-    """For pickles, in which torch writes fp8 but does not read it: such parts go as bytes."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: _seen_as(part, E4M3, torch.uint8) for name, part in vars(self).items()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        state = {**state, "scales": _seen_as(state["scales"], torch.uint8, E4M3)}
-        for name, part in state.items():
-            object.__setattr__(self, name, part)
-
 
 @dataclass(frozen=True, eq=False)
-class NVFP4Tensor(_ByBytes):
+class NVFP4Tensor(structure.ByBytes):
     """A weight in the layout of checkpoints.
 
     Attributes:
@@ -82,7 +68,7 @@ class NVFP4Tensor(_ByBytes):
                 f"NVFP4Tensor: global_scale must have shape {codes[:-2]}, one per matrix, or "
                 f"{codes[:-1]}, one per row, got {tuple(self.global_scale.shape)}"
             )
-        devices = {tensor.device for tensor in _parts(self)}
+        devices = {tensor.device for tensor in structure.parts(self)}
         if len(devices) > 1:
             names = ", ".join(sorted(map(str, devices)))
             raise ArgumentError(f"NVFP4Tensor: its tensors must be on one device, got {names}")
@@ -98,7 +84,7 @@ class NVFP4Tensor(_ByBytes):
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in _parts(self))
+        return sum(part.nbytes for part in structure.parts(self))
 
     @property
     def row_scale(self) -> torch.Tensor:
@@ -108,7 +94,8 @@ class NVFP4Tensor(_ByBytes):
         return scale.expand(self.codes.shape[:-1])
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> NVFP4Tensor:
-        return NVFP4Tensor(*(part.to(device, non_blocking=non_blocking) for part in _parts(self)))
+        parts = structure.parts(self)
+        return NVFP4Tensor(*(part.to(device, non_blocking=non_blocking) for part in parts))
 
     def rows(self, start: int, stop: int) -> NVFP4Tensor:
         """Rows ``start:stop`` of every matrix; views."""
@@ -118,37 +105,74 @@ class NVFP4Tensor(_ByBytes):
             self.row_scale[..., start:stop],
         )
 
-    def prepare(self, arch: str | None = None) -> PackedNVFP4:
+    def prepare(self, arch: str | None = None, *, in_place: bool = False) -> PackedNVFP4:
         """The weight as the kernels of a GPU want it.
 
-        `arch` is an architecture such as ``"sm_90a"``; None means the device the weight lies on.
-        What keeps its layout is shared, not copied.
+        What keeps its layout is shared, not copied. What changes it is written anew, or with
+        `in_place` over the bytes of this weight, so that there are never two of it: not more than
+        16 MiB are taken beside them for a while. Afterwards this NVFP4Tensor, and whoever else
+        holds its tensors, must not be used.
+
+        Bytes can take the place of others if there are as many: rows and columns must be multiples
+        of 64 for the layout ``"fragments"`` (of 128 and 64 for ``"tiles"``), and the tensors
+        contiguous and aligned to 16 bytes. Where they are not, and where torch traces, `in_place`
+        allocates like the default, and this weight stays as it is.
+
+        Args:
+            arch: an architecture such as ``"sm_90a"``; None means the device the weight lies on.
+            in_place: whether this weight may be overwritten.
         """
-        layout = layout_of(arch_of(self.device) if arch is None else arch)
-        scales = tiles.swizzle(self.scales) if layout == TILES else self.scales
-        return PackedNVFP4(self.codes, scales, self.row_scale.contiguous(), layout)
+        layout = layout_of(arch_of(self.device) if arch is None else arch, self.codes.dim() > 2)
+        if in_place:
+            self._check_writable()
+        row_scale = self.row_scale.contiguous()
+        if layout == FRAGMENTS:
+            codes, scales = packing.pack(self.codes, self.scales, in_place=in_place)
+            return PackedNVFP4(codes, scales, row_scale, layout, self.shape[-1])
+        scales = self.scales
+        if layout == TILES:
+            scales = packing.to_tiles(scales, in_place=in_place)
+        return PackedNVFP4(self.codes, scales, row_scale, layout)
+
+    def _check_writable(self) -> None:
+        for name in ("codes", "scales"):
+            if getattr(self, name).requires_grad:
+                raise ArgumentError(
+                    f"prepare: in_place=True would overwrite {name}, which requires a gradient; "
+                    f"NVFP4 weights have none, so make it of {name}.detach()"
+                )
 
 
 @dataclass(frozen=True, eq=False)
-class PackedNVFP4(_ByBytes):
+class PackedNVFP4(structure.ByBytes):
     """A weight in the layout of some GPU's kernels; made by :meth:`NVFP4Tensor.prepare`.
 
     Attributes:
-        codes: uint8 ``(..., N, K / 2)``.
+        codes: uint8 ``(..., N, K / 2)``; in layout ``"fragments"`` the values in the order of the
+            tensor cores of Ampere, Ada and Hopper: ``(..., ceil(N / 64), ceil(K / 64), 2048)``.
         scales: E4M3: ``(..., N, K / 16)`` in layout ``"rows"``; in ``"tiles"`` in the order of
-            Blackwell's tensor cores, padded to 128 rows and 4 columns.
+            Blackwell's tensor cores, padded to 128 rows and 4 columns; in ``"fragments"`` uint8
+            ``(..., ceil(N / 64), ceil(K / 64), 256)``, in a code of their own.
         row_scale: fp32 ``(..., N)``, the global scale of each row.
-        layout: ``"rows"`` or ``"tiles"``.
+        layout: ``"rows"``, ``"tiles"`` or ``"fragments"``.
+        columns: K; only fragments, which are padded, need to be told.
     """
 
     codes: torch.Tensor
     scales: torch.Tensor
     row_scale: torch.Tensor
     layout: str
+    columns: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.layout == FRAGMENTS:
+            self._check_fragments()
 
     @property
     def shape(self) -> torch.Size:
         """The shape of the weight, ``(..., N, K)``."""
+        if self.layout == FRAGMENTS:
+            return torch.Size((*self.row_scale.shape, self._told_columns()))
         return torch.Size((*self.codes.shape[:-1], self.codes.shape[-1] * 2))
 
     @property
@@ -157,17 +181,45 @@ class PackedNVFP4(_ByBytes):
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in _parts(self))
+        return sum(part.nbytes for part in structure.parts(self))
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedNVFP4:
+        """On another device, in the same layout."""
+        codes, scales, row_scale = (
+            part.to(device, non_blocking=non_blocking) for part in structure.parts(self)
+        )
+        return PackedNVFP4(codes, scales, row_scale, self.layout, self.columns)
 
     def unpack(self) -> NVFP4Tensor:
-        """Back in the layout of checkpoints."""
-        return NVFP4Tensor(self.codes, _unpacked_scales("unpack", self), self.row_scale)
+        """Back in the layout of checkpoints. Codes beside a scale of zero may come back as 0."""
+        return NVFP4Tensor(*_in_rows("unpack", self), self.row_scale)
+
+    def _told_columns(self) -> int:
+        if self.columns is None:
+            raise ArgumentError(
+                "PackedNVFP4: columns must be K in layout 'fragments', whose tensors do not tell "
+                "it, got None"
+            )
+        return self.columns
+
+    def _check_fragments(self) -> None:
+        _check_tensor("PackedNVFP4", "codes", self.codes, torch.uint8)
+        _check_tensor("PackedNVFP4", "scales", self.scales, torch.uint8)
+        _check_tensor("PackedNVFP4", "row_scale", self.row_scale, torch.float32)
+        fragments.check_shapes(
+            "PackedNVFP4", self.codes, self.scales, self.row_scale, self._told_columns()
+        )
+
+    @staticmethod
+    def _has_fp8_scales(state: dict[str, Any]) -> bool:
+        return bool(state["layout"] != FRAGMENTS)
 
 
-def layout_of(arch: str) -> str:
-    """The layout that the kernels of an architecture read.
+def layout_of(arch: str, stacked: bool = False) -> str:
+    """The layout that the kernels of an architecture read; `stacked`: of a stack of weights.
 
-    Blackwell's tensor cores take block scales in tiles; before it they are read in row order.
+    Blackwell's tensor cores take block scales in tiles. Those of Ampere, Ada and Hopper take 16-bit
+    values, and weights that lie ready for that; of stacks they are read in row order.
     """
     if not isinstance(arch, str):
         raise DtypeError(
@@ -176,7 +228,11 @@ def layout_of(arch: str) -> str:
     number = arch.removeprefix("sm_").rstrip("af")
     if arch != "cpu" and not number.isdigit():
         raise ArgumentError(f"prepare: {arch!r} is no architecture; write one such as 'sm_90a'")
-    return TILES if arch != "cpu" and int(number) >= 100 else ROWS
+    if arch == "cpu" or int(number) < 80:
+        return ROWS
+    if int(number) >= 100:
+        return TILES
+    return ROWS if stacked else FRAGMENTS
 
 
 def arch_of(device: torch.device) -> str:
@@ -187,8 +243,17 @@ def arch_of(device: torch.device) -> str:
 
 
 def scales_in_rows(scales: torch.Tensor, rows: int, columns: int, layout: str) -> torch.Tensor:
-    """Block scales of a weight of `rows` x `columns` in row order, whatever their layout."""
+    """Block scales of a weight of `rows` x `columns` in row order, if they are no fragments."""
     return tiles.unswizzle(scales, rows, columns // BLOCK) if layout == TILES else scales
+
+
+def in_rows(
+    codes: torch.Tensor, scales: torch.Tensor, rows: int, columns: int, layout: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and block scales of a weight of `rows` x `columns` in row order."""
+    if layout == FRAGMENTS:
+        return packing.unpack(codes, scales, rows, columns)
+    return codes, scales_in_rows(scales, rows, columns, layout)
 
 
 def decode_blocks(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -216,8 +281,8 @@ def dequantize(q: NVFP4Tensor | PackedNVFP4, dtype: torch.dtype = torch.float32)
         )
     if dtype not in DTYPES:
         raise DtypeError(f"dequantize: dtype must be fp32, bf16, fp16 or fp64, got {dtype}")
-    scales = _unpacked_scales("dequantize", q) if isinstance(q, PackedNVFP4) else q.scales
-    return _values(q.codes, scales, q.row_scale, dtype)
+    codes, scales = _in_rows("dequantize", q) if isinstance(q, PackedNVFP4) else (q.codes, q.scales)
+    return _values(codes, scales, q.row_scale, dtype)
 
 
 def _values(
@@ -239,22 +304,14 @@ def _values(
     return values
 
 
-def _unpacked_scales(op: str, q: PackedNVFP4) -> torch.Tensor:
+def _in_rows(op: str, q: PackedNVFP4) -> tuple[torch.Tensor, torch.Tensor]:
     if q.layout not in LAYOUTS:
-        names = " or ".join(map(repr, LAYOUTS))
-        raise ArgumentError(f"{op}: the layout of a PackedNVFP4 must be {names}, got {q.layout!r}")
-    return scales_in_rows(q.scales, q.shape[-2], q.shape[-1], q.layout)
-
-
-def _seen_as(part: Any, old: torch.dtype, new: torch.dtype) -> Any:
-    """A tensor of one dtype as another of the same size; anything else as it is."""
-    is_old = isinstance(part, torch.Tensor) and part.dtype == old
-    return part.view(new) if is_old else part
-
-
-def _parts(value: NVFP4Tensor | PackedNVFP4) -> list[torch.Tensor]:
-    parts = (getattr(value, field.name) for field in fields(value))
-    return [part for part in parts if isinstance(part, torch.Tensor)]
+        names = ", ".join(map(repr, LAYOUTS[:-1]))
+        raise ArgumentError(
+            f"{op}: the layout of a PackedNVFP4 must be {names} or {LAYOUTS[-1]!r}, "
+            f"got {q.layout!r}"
+        )
+    return in_rows(q.codes, q.scales, q.shape[-2], q.shape[-1], q.layout)
 
 
 def _check_tensor(op: str, name: str, value: Any, dtype: torch.dtype) -> None:
@@ -263,37 +320,5 @@ def _check_tensor(op: str, name: str, value: Any, dtype: torch.dtype) -> None:
         raise DtypeError(f"{op}: {name} must be a tensor of {dtype}, got {got}")
 
 
-def _register(cls: type[T], constants: tuple[str, ...] = ()) -> None:
-    names = [field.name for field in fields(cls) if field.name not in constants]
-
-    def flatten(value: T) -> tuple[list[Any], tuple[Any, ...]]:
-        return [getattr(value, name) for name in names], tuple(
-            getattr(value, name) for name in constants
-        )
-
-    def flatten_with_keys(value: T) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
-        leaves, context = flatten(value)
-        return [
-            (pytree.GetAttrKey(name), leaf) for name, leaf in zip(names, leaves, strict=True)
-        ], context
-
-    def unflatten(leaves: Any, context: tuple[Any, ...]) -> T:
-        # Past the checks: a map over the leaves may put anything in their places.
-        value = object.__new__(cls)
-        for name, leaf in zip((*names, *constants), (*leaves, *context), strict=True):
-            object.__setattr__(value, name, leaf)
-        return value
-
-    pytree.register_pytree_node(
-        cls,
-        flatten,
-        unflatten,
-        serialized_type_name=f"gristmill.nvfp4.{cls.__name__}",
-        flatten_with_keys_fn=flatten_with_keys,
-        to_dumpable_context=list,
-        from_dumpable_context=tuple,
-    )
-
-
-_register(NVFP4Tensor)
-_register(PackedNVFP4, constants=("layout",))
+structure.register(NVFP4Tensor)
+structure.register(PackedNVFP4, constants=("layout", "columns"))

@@ -152,6 +152,9 @@ def install(
 ) -> None:
     """Give `layer` a runner over `weights`, and the runner's tensors as its parameters.
 
+    Those are what the kernels read, in the place of the loaded ones: packed in the same memory
+    where that can be, and the loaded ones freed where it cannot.
+
     A layer that has a runner already is being loaded again: the new values go into the tensors of
     that runner, whose addresses captured CUDA graphs have and whose id compiled graphs have.
 
@@ -160,7 +163,7 @@ def install(
         make: the runner's class.
     """
     held = getattr(layer, HELD, None)
-    packed = [weight.prepare() for weight in weights.values()]
+    packed = [weight.prepare(in_place=True) for weight in weights.values()]
     if isinstance(held, HeldRunner) and held.fits(packed):
         held.load(packed)
     else:
@@ -184,7 +187,7 @@ def _of_parameters(weight: PackedNVFP4) -> PackedNVFP4:
         Parameter(part, requires_grad=False)
         for part in (weight.codes, weight.scales, weight.row_scale)
     )
-    return PackedNVFP4(codes, scales, row_scale, weight.layout)
+    return PackedNVFP4(codes, scales, row_scale, weight.layout, weight.columns)
 
 
 class HeldRunner(torch.nn.Module):
@@ -220,7 +223,12 @@ class HeldRunner(torch.nn.Module):
             old.row_scale.copy_(new.row_scale)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return HeldRunner, (self.make, self.weights, self.name)
+        # The bare parameters, which in a copy of the layer are one with those of the layer.
+        return _held_again, (self.make, [{**vars(weight)} for weight in self.weights], self.name)
+
+
+def _held_again(make: Callable[..., Any], weights: list[dict[str, Any]], name: str) -> HeldRunner:
+    return HeldRunner(make, tuple(PackedNVFP4(**fields) for fields in weights), name)
 
 
 def _register(runner: Any, name: str) -> int:

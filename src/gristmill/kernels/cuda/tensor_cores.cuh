@@ -3,6 +3,12 @@
 #pragma once
 #include "vectors.cuh"
 
+// Which of the two 16-bit types: bf16, or else f16.
+template <class T>
+constexpr bool IS_BF16 = false;
+template <>
+constexpr bool IS_BF16<bf16> = true;
+
 #ifdef GRISTMILL_EMULATION
 #include "emulation_tensor.h"
 #else
@@ -11,6 +17,13 @@
 struct alignas(64) TensorMap {
     unsigned long long words[16];
 };
+
+// At a multiple of 1024 bytes, as matrices want it. A constant to the compiler, so that what is added to it stays out of the
+// threads' registers.
+DEVICE char* shared_memory_1024() {
+    extern __shared__ __align__(1024) char dynamic_shared_memory_1024[];
+    return dynamic_shared_memory_1024;
+}
 
 // ---- barriers, in addition to those of machine.cuh ----
 
@@ -52,6 +65,13 @@ DEVICE void bulk_copy_constant(void* shared_destination, const void* source, uns
     bulk_copy(shared_destination, source, bytes, barrier);
 }
 
+// Has them fetched into L2, and waits for nothing.
+DEVICE void prefetch_constant(const void* source, unsigned bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
+#endif
+}
+
 // The box of the map at (column, row) of its tensor; what lies outside of that is zeros.
 DEVICE void tensor_copy(void* shared_destination, const TensorMap* map, int column, int row, unsigned long long* barrier) {
 #if __CUDA_ARCH__ >= 900
@@ -86,11 +106,34 @@ DEVICE void load_remote(float (&out)[4], const float* address, unsigned rank) {
 
 // ---- pairs of 16-bit numbers ----
 
-template <class T>
+// Both numbers of a times the low one of b, or the high one: the product picks it at no cost. Before sm_90 bf16 has no
+// product of its own; adding -0 to one changes nothing.
+template <class T, bool HIGH>
 DEVICE unsigned multiply_pair(unsigned a, unsigned b) {
+#define MULTIPLY(OPERATION, HALVES)                                                                                          \
+    asm("{ .reg .b16 low, high; .reg .b32 both; mov.b32 {low, high}, %2; mov.b32 both, " HALVES "; " OPERATION "; }" \
+        : "=r"(result)                                                                                               \
+        : "r"(a), "r"(b))
+#if __CUDA_ARCH__ >= 900
+#define MULTIPLY_BF16(HALVES) MULTIPLY("mul.rn.bf16x2 %0, %1, both", HALVES)
+#else
+#define MULTIPLY_BF16(HALVES) MULTIPLY("fma.rn.bf16x2 %0, %1, both, 0x80008000", HALVES)
+#endif
     unsigned result;
-    if constexpr (is_bf16(T())) asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
-    else asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+    if constexpr (IS_BF16<T> && HIGH) MULTIPLY_BF16("{high, high}");
+    else if constexpr (IS_BF16<T>) MULTIPLY_BF16("{low, low}");
+    else if constexpr (HIGH) MULTIPLY("mul.rn.f16x2 %0, %1, both", "{high, high}");
+    else MULTIPLY("mul.rn.f16x2 %0, %1, both", "{low, low}");
+#undef MULTIPLY_BF16
+#undef MULTIPLY
+    return result;
+}
+
+// Bits of a where the mask has ones, of b elsewhere.
+template <unsigned MASK>
+DEVICE unsigned select_bits(unsigned a, unsigned b) {
+    unsigned result;
+    asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(result) : "n"(MASK), "r"(a), "r"(b));
     return result;
 }
 
@@ -98,6 +141,25 @@ DEVICE unsigned rotate_right(unsigned word, int count) { return __funnelshift_r(
 
 // Bytes of `word` and zeros (selector 4), from the lowest: byte_select(word, 0x4140) is {byte 0, 0, byte 1, 0}.
 DEVICE unsigned byte_select(unsigned word, unsigned selector) { return __byte_perm(word, 0u, selector); }
+
+// A value that all lanes of the warp agree on, as the compiler cannot know by itself.
+DEVICE unsigned uniform(unsigned value) { return __shfl_sync(0xffffffffu, value, 0); }
+
+// ---- registers (sm_90a): a warpgroup gives some of its own away, another takes them ----
+
+template <int COUNT>
+DEVICE void lower_registers() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+#endif
+}
+
+template <int COUNT>
+DEVICE void raise_registers() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+#endif
+}
 
 // ---- matrices by a warp (sm_80 and up) ----
 
@@ -123,7 +185,7 @@ DEVICE void multiply_warp(float (&d)[4], const unsigned (&a)[4], unsigned b0, un
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                              \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
-    if constexpr (is_bf16(T())) MMA("bf16");
+    if constexpr (IS_BF16<T>) MMA("bf16");
     else MMA("f16");
 #undef MMA
 }
@@ -155,11 +217,10 @@ DEVICE void wait_for_matrices() {
 #endif
 }
 
-// Columns 16 * step to 16 * step + 15 of the rows at `tile`, which is a multiple of 1024 bytes.
-DEVICE unsigned long long matrix_of(const void* tile, int step) {
-    const unsigned address = shared_address(tile) + 32 * step;
-    return (address & 0x3ffffu) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
-}
+// Columns 16 * step to 16 * step + 15 of the rows at `tile`, which is a multiple of 1024 bytes: the lower half of what the
+// instruction takes. The upper half, eight rows of 128 bytes and their swizzle, is always the same.
+using Matrix = unsigned;
+DEVICE Matrix matrix_of(const void* tile, int step) { return (shared_address(tile) >> 4 | 1u << 16) + 2 * step; }
 
 #define PLACES_4 "%0, %1, %2, %3"
 #define PLACES_8 \
@@ -197,17 +258,18 @@ DEVICE unsigned long long matrix_of(const void* tile, int step) {
 #define SLOTS_128(i) SLOTS_64(i), SLOTS_64((i) + 64)
 
 #define WGMMA(TYPE, TOKENS, COUNT, A, B)                                                                              \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #TOKENS "k16.f32." TYPE "." TYPE " {" PLACES_##COUNT "}, {" A "}, " B ", 1, 1, 1, 0;" \
+    asm volatile("{ .reg .b64 matrix; mov.b64 matrix, {" B ", 0x40000040}; wgmma.mma_async.sync.aligned.m64n" #TOKENS "k16.f32." TYPE "." TYPE \
+                 " {" PLACES_##COUNT "}, {" A "}, matrix, 1, 1, 1, 0; }"                                               \
                  : SLOTS_##COUNT(0)                                                                                   \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b))
 #define WGMMA_OF(TOKENS_, COUNT, A, B)                                          \
     if constexpr (TOKENS == TOKENS_) {                                          \
-        if constexpr (is_bf16(T())) WGMMA("bf16", TOKENS_, COUNT, A, B);        \
+        if constexpr (IS_BF16<T>) WGMMA("bf16", TOKENS_, COUNT, A, B);        \
         else WGMMA("f16", TOKENS_, COUNT, A, B);                                \
     }
 
 template <class T, int TOKENS>
-DEVICE void multiply_group(float (&d)[TOKENS / 2], const unsigned (&a)[4], unsigned long long b) {
+DEVICE void multiply_group(float (&d)[TOKENS / 2], const unsigned (&a)[4], Matrix b) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     WGMMA_OF(8, 4, "%4, %5, %6, %7", "%8")
     WGMMA_OF(16, 8, "%8, %9, %10, %11", "%12")

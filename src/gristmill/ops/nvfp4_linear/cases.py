@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from gristmill.errors import ArgumentError
-from gristmill.formats.nvfp4.tensor import BLOCK, TILES
+from gristmill.formats.nvfp4 import packing
+from gristmill.formats.nvfp4.tensor import BLOCK, FRAGMENTS, TILES, arch_of, layout_of
 from gristmill.formats.nvfp4.tiles import swizzle
 from gristmill.ops.nvfp4_common import Weight
 from gristmill.ops.op import Arguments, Case, Cost
@@ -48,8 +49,11 @@ def random_weight(
         row_scale = factors * size
     else:
         row_scale = torch.full((*stack, rows), size, device=place)
-    scales = swizzle(scales) if layout == TILES else scales
-    return Weight(codes.to(device), scales.to(device), row_scale.to(device), layout)
+    if layout == TILES:
+        scales = swizzle(scales)
+    elif layout == FRAGMENTS:
+        codes, scales = packing.pack(codes, scales)
+    return Weight(codes.to(device), scales.to(device), row_scale.to(device), layout, columns)
 
 
 def forward_cost(
@@ -60,13 +64,13 @@ def forward_cost(
     bias: torch.Tensor | None,
     layout: str,
     out_dtype: torch.dtype | None,
+    act: str | None,
 ) -> Cost:
-    rows, columns = codes.shape[0], codes.shape[1] * 2
+    rows, columns = len(row_scale), x.shape[-1]
     lines = x.numel() // columns if columns else 0
     moved = x.numel() * x.element_size() + lines * rows * (out_dtype or x.dtype).itemsize
-    packed = codes.numel() + scales.numel() + rows * 4
-    packed += 0 if bias is None else rows * bias.element_size()
-    return Cost(moved + packed, 2 * lines * rows * columns)
+    moved += 0 if bias is None else rows * bias.element_size()
+    return Cost(moved + packed_bytes(rows, columns), 2 * lines * rows * columns)
 
 
 def backward_cost(
@@ -75,12 +79,18 @@ def backward_cost(
     scales: torch.Tensor,
     row_scale: torch.Tensor,
     layout: str,
+    columns: int,
     dtype: torch.dtype,
 ) -> Cost:
-    rows, columns = codes.shape[0], codes.shape[1] * 2
+    rows = len(row_scale)
     lines = dy.numel() // rows if rows else 0
     moved = dy.numel() * dy.element_size() + lines * columns * dtype.itemsize
-    return Cost(moved + codes.numel() + scales.numel() + rows * 4, 2 * lines * rows * columns)
+    return Cost(moved + packed_bytes(rows, columns), 2 * lines * rows * columns)
+
+
+def packed_bytes(rows: int, columns: int) -> int:
+    """What a weight takes in any layout, without its padding."""
+    return rows * (columns // 2 + columns // BLOCK + 4)
 
 
 def sizes_of(shape: tuple[int, ...]) -> tuple[int, int, int]:
@@ -94,21 +104,33 @@ def sizes_of(shape: tuple[int, ...]) -> tuple[int, int, int]:
 
 
 def forward_example(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    arch: str | None = None,
 ) -> Arguments:
+    """In the layout of the device, or of an architecture, so that its own kernels are seen."""
     lines, rows, columns = sizes_of(shape)
     x = torch.randn((lines, columns), dtype=dtype, device=device)
-    codes, scales, row_scale, layout = random_weight((rows, columns), device)
-    return x, codes, scales, row_scale, None, layout, None
+    weight = random_weight((rows, columns), device, layout=layout_on(device, arch))
+    return x, *weight[:3], None, weight.layout, None, None
 
 
 def backward_example(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    arch: str | None = None,
 ) -> Arguments:
     lines, rows, columns = sizes_of(shape)
     dy = torch.randn((lines, rows), dtype=dtype, device=device)
-    codes, scales, row_scale, layout = random_weight((rows, columns), device)
-    return dy, codes, scales, row_scale, layout, dtype
+    weight = random_weight((rows, columns), device, layout=layout_on(device, arch))
+    return dy, *weight[:3], weight.layout, columns, dtype
+
+
+def layout_on(device: torch.device | str, arch: str | None = None, *, stacked: bool = False) -> str:
+    """The layout into which a weight is prepared on a device, or for an architecture."""
+    return layout_of(arch_of(torch.device(device)) if arch is None else arch, stacked)
 
 
 @dataclass(frozen=True)
@@ -122,6 +144,7 @@ class Spread:
     bias: torch.dtype | None = None
     out: torch.dtype | None = None
     layout: str = "rows"
+    act: str | None = None
     per_row: bool = False
     lay: Callable[[torch.Tensor], torch.Tensor] | None = None
     fill: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -173,6 +196,61 @@ def _spreads() -> dict[str, Spread]:
         "zero row scales": Spread(weight=lambda w: w._replace(row_scale=w.row_scale * 0)),
         "expanded row scale": Spread(weight=_expanded_scale),
         "rows of a larger weight": Spread(rows=40, weight=_sliced),
+        "fp8": Spread((9,), 40, 144, act="fp8", bias=_BF16),
+        "nvfp4": Spread((9,), 40, 144, act="nvfp4"),
+        "tiles, fp8": Spread((33,), 130, 208, layout="tiles", act="fp8", x=_FP16),
+        "tiles, nvfp4": Spread((33,), 130, 208, layout="tiles", act="nvfp4", per_row=True),
+        **_in_fragments(),
+    }
+
+
+def _in_fragments() -> dict[str, Spread]:
+    """Fragments are 64 by 64: sizes that fill them and sizes that do not, for every option."""
+    whole = partial(Spread, layout="fragments")
+    spreads = {
+        f"fragments, {rows} by {size}x{columns}": whole((rows,), size, columns)
+        for rows, size, columns in (
+            (1, 1, 16),
+            (2, 5, 48),
+            (3, 33, 80),
+            (8, 64, 64),
+            (9, 130, 208),
+            (16, 257, 2048),
+            (33, 128, 512),
+            (70, 192, 128),
+            (130, 320, 256),
+            (0, 64, 64),
+            (4, 0, 32),
+            (4, 24, 0),
+        )
+    }
+    for x in (_FP32, _FP16, _BF16, _FP64):
+        for bias in (None, _FP32, _BF16, _FP16):
+            name = f"fragments, x {_word(x)} bias {_word(bias)}"
+            spreads[name] = whole((9,), 40, 144, x=x, bias=bias)
+    for out in (_FP32, _BF16, _FP16, _FP64):
+        spreads[f"fragments, out {_word(out)}"] = whole((5,), 72, 80, out=out, bias=_FP32)
+    return spreads | {
+        "fragments, vector": whole((), 96, 80),
+        "fragments, batches": whole((2, 1, 4), 130, 96),
+        "fragments, fp16 to fp32": whole((20,), 80, 256, x=_FP16, out=_FP32),
+        "fragments, per row": whole((17,), 130, 128, per_row=True),
+        "fragments, per row fp16": whole((17,), 96, 128, x=_FP16, per_row=True, bias=_FP32),
+        "fragments, fp8": whole((40,), 130, 208, act="fp8", bias=_BF16),
+        "fragments, fp8, fp16 to fp32": whole((7,), 64, 512, act="fp8", x=_FP16, out=_FP32),
+        "fragments, nvfp4": whole((9,), 40, 144, act="nvfp4", bias=_FP32),
+        "fragments, row slices": whole((17,), columns=128, lay=lambda x: _padded(x, 24)),
+        "fragments, odd row slices": whole((17,), columns=128, lay=lambda x: _padded(x, 5)),
+        "fragments, transposed rows": whole((6, 5), lay=lambda x: x.transpose(0, 1)),
+        "fragments, columns strided": whole((6,), lay=lambda x: x.t().contiguous().t()),
+        "fragments, expanded rows": whole((6,), lay=lambda x: x[:1].expand(x.shape)),
+        "fragments, unaligned": whole((6,), rows=130, columns=80, lay=_unaligned),
+        "fragments, unaligned row": whole((1,), rows=130, columns=80, lay=_unaligned),
+        "fragments, large fp16": whole(x=_FP16, fill=lambda x: x * 4000),
+        "fragments, zero row scales": whole(weight=lambda w: w._replace(row_scale=w[2] * 0)),
+        "fragments, expanded row scale": whole(weight=_expanded_scale),
+        "fragments between others": whole(rows=130, columns=80, weight=_sliced),
+        "fragments, unaligned weight": whole(rows=130, columns=80, weight=_odd_weight),
     }
 
 
@@ -189,18 +267,18 @@ def backward_cases() -> Iterator[Case]:
 def _forward(spread: Spread, device: torch.device | str, seed: int) -> Arguments:
     generator = torch.Generator().manual_seed(seed)
     x = _rows(spread, spread.columns, spread.x, generator, device)
-    codes, scales, row_scale, layout = _weight(spread, generator, device)
+    weight = _weight(spread, generator, device)
     bias = None
     if spread.bias is not None:
         bias = torch.randn(spread.rows, generator=generator).to(spread.bias).to(device)
-    return x, codes, scales, row_scale, bias, layout, spread.out
+    return x, *weight[:3], bias, weight.layout, spread.out, spread.act
 
 
 def _backward(spread: Spread, device: torch.device | str, seed: int) -> Arguments:
     generator = torch.Generator().manual_seed(seed)
     dy = _rows(spread, spread.rows, spread.out or spread.x, generator, device)
-    codes, scales, row_scale, layout = _weight(spread, generator, device)
-    return dy, codes, scales, row_scale, layout, spread.x
+    weight = _weight(spread, generator, device)
+    return dy, *weight[:3], weight.layout, spread.columns, spread.x
 
 
 def _rows(
@@ -235,9 +313,13 @@ def _sliced(weight: Weight) -> Weight:
 
     def between(part: torch.Tensor) -> torch.Tensor:
         whole = torch.cat([part.view(torch.uint8)] * 3, dim=-1)
-        return whole[:, part.shape[-1] : 2 * part.shape[-1]].view(part.dtype)
+        return whole[..., part.shape[-1] : 2 * part.shape[-1]].view(part.dtype)
 
     return weight._replace(codes=between(weight.codes), scales=between(weight.scales))
+
+
+def _odd_weight(weight: Weight) -> Weight:
+    return weight._replace(codes=_unaligned(weight.codes), scales=_unaligned(weight.scales))
 
 
 def _padded(x: torch.Tensor, extra: int) -> torch.Tensor:

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from gristmill.formats.nvfp4.tensor import BLOCK
 from gristmill.ops import nvfp4_common as common
 from gristmill.ops.nvfp4_common import Weight, arithmetic, decoding_bytes, pieces, product
 from gristmill.ops.nvfp4_linear import semantics
+from gristmill.ops.nvfp4_linear.problem import nothing_to_compute
 from gristmill.select.problem import Problem
 from gristmill.select.variant import Variant
 
@@ -30,9 +30,7 @@ class Library(Variant):
             return f"takes a CUDA device or a CPU, not {problem.device.kind}"
         if problem.dtype("x") == "float64" or problem.dtype("dy") == "float64":
             return "products are taken in fp32 at most"
-        if problem.rows == 0 or problem.dim("N") == 0 or problem.dim("K") == 0:
-            return "nothing to compute"
-        return None
+        return nothing_to_compute(problem)
 
     def bind(self, problem: Problem, config: None) -> Callable[..., Any]:
         return _backward if problem.op == "nvfp4_linear_backward" else _forward
@@ -46,13 +44,15 @@ def _forward(
     bias: torch.Tensor | None,
     layout: str,
     out_dtype: torch.dtype | None,
+    act: str | None,
 ) -> torch.Tensor:
-    weight = Weight(codes, scales, row_scale, layout)
-    y = semantics.outputs_forward(x, codes, scales, row_scale, bias, layout, out_dtype)
+    weight = Weight(codes, scales, row_scale, layout, x.shape[-1])
+    y = semantics.outputs_forward(x, codes, scales, row_scale, bias, layout, out_dtype, act)
     rows, out = x.reshape(-1, weight.columns), y.view(-1, weight.rows)
     shift = None if bias is None else bias.float()
-    some, many = _sizes(x, weight.columns, weight.rows, 1)
-    for part in pieces(weight.rows, some):
+    least, _ = weight.least
+    some, many = _sizes(x, weight.columns, weight.rows, least)
+    for part in pieces(weight.rows, some, least):
         here = slice(part.start, part.stop)
         block = weight.blocks(arithmetic(x), rows=part).t()
         for lines in pieces(len(rows), many):
@@ -74,14 +74,16 @@ def _backward(
     scales: torch.Tensor,
     row_scale: torch.Tensor,
     layout: str,
+    columns: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    weight = Weight(codes, scales, row_scale, layout)
-    dx = semantics.outputs_backward(dy, codes, scales, row_scale, layout, dtype)
+    weight = Weight(codes, scales, row_scale, layout, columns)
+    dx = semantics.outputs_backward(dy, codes, scales, row_scale, layout, columns, dtype)
     rows, out = dy.reshape(-1, weight.rows), dx.view(-1, weight.columns)
     part_of_top, top = weight.levelled()
-    some, many = _sizes(dy, weight.rows, weight.columns, BLOCK)
-    for part in pieces(weight.columns, some, BLOCK):
+    _, least = weight.least
+    some, many = _sizes(dy, weight.rows, weight.columns, least)
+    for part in pieces(weight.columns, some, least):
         # The row scale runs along the sum here, so it goes into the piece.
         block = weight.blocks(arithmetic(dy), columns=part).mul_(part_of_top.unsqueeze(-1))
         for lines in pieces(len(rows), many):

@@ -1,6 +1,7 @@
 """NVFP4 linear in plain PyTorch: the semantics, the kernel for anything, the truth in tests.
 
-The weight is dequantised whole; products and sums are taken in fp32, or fp64 for fp64 inputs.
+The weight is dequantised whole, and activations keep their dtype whatever `act` permits. Products
+and sums are taken in fp32, or fp64 for fp64 inputs.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ def nvfp4_linear(
     bias: torch.Tensor | None,
     layout: str,
     out_dtype: torch.dtype | None,
+    act: str | None,
 ) -> torch.Tensor:
-    weight = Weight(codes, scales, row_scale, layout).whole(accumulator(x.dtype))
+    weight = Weight(codes, scales, row_scale, layout, x.shape[-1]).whole(accumulator(x.dtype))
     return _affine(x, weight.t(), bias, out_dtype or x.dtype)
 
 
@@ -32,9 +34,10 @@ def nvfp4_linear_backward(
     scales: torch.Tensor,
     row_scale: torch.Tensor,
     layout: str,
+    columns: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    weight = Weight(codes, scales, row_scale, layout).whole(accumulator(dtype))
+    weight = Weight(codes, scales, row_scale, layout, columns).whole(accumulator(dtype))
     return _affine(dy, weight, None, dtype)
 
 
@@ -46,9 +49,10 @@ def nvfp4_linear_by_row(
     bias: torch.Tensor | None,
     layout: str,
     out_dtype: torch.dtype | None,
+    act: str | None,
 ) -> Any:
     """With every row computed alone, for where rows must not depend on the batch."""
-    weight = Weight(codes, scales, row_scale, layout).whole(accumulator(x.dtype))
+    weight = Weight(codes, scales, row_scale, layout, x.shape[-1]).whole(accumulator(x.dtype))
     return _affine_by_row(x, weight.t(), bias, out_dtype or x.dtype)
 
 
@@ -58,9 +62,10 @@ def nvfp4_linear_backward_by_row(
     scales: torch.Tensor,
     row_scale: torch.Tensor,
     layout: str,
+    columns: int,
     dtype: torch.dtype,
 ) -> Any:
-    weight = Weight(codes, scales, row_scale, layout).whole(accumulator(dtype))
+    weight = Weight(codes, scales, row_scale, layout, columns).whole(accumulator(dtype))
     return _affine_by_row(dy, weight, None, dtype)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from gristmill.errors import ArgumentError
 from gristmill.formats.nvfp4.tensor import BLOCK
-from gristmill.ops.nvfp4_linear.cases import random_weight
+from gristmill.ops.nvfp4_linear.cases import layout_on, packed_bytes, random_weight
 from gristmill.ops.nvfp4_moe.semantics import Call
 from gristmill.ops.op import Arguments, Case, Cost
 
@@ -29,9 +29,8 @@ def backward_cost(dy: torch.Tensor, *args: Any) -> Cost:
 def _cost(call: Call, times: int) -> Cost:
     """Each expert once, or only as many as there are slots; backward does all products twice."""
     x, slots = call.hidden_states, call.topk_ids.numel()
-    parts = (*call.w13[:3], *call.w2[:3])
-    stacks = sum(part.numel() * part.element_size() for part in parts)
-    used = stacks * min(slots, call.experts) // max(call.experts, 1)
+    each = sum(packed_bytes(one.rows, one.columns) for one in (call.w13, call.w2))
+    used = each * min(slots, call.experts)
     moved = (1 + times) * x.numel() * x.element_size() + used
     products = 3 * call.intermediate * x.shape[1]
     return Cost(moved, times * 2 * slots * products)
@@ -55,23 +54,31 @@ def sizes_of(shape: tuple[int, ...]) -> tuple[int, int, int, int, int]:
 
 
 def forward_example(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    arch: str | None = None,
 ) -> Arguments:
+    """In the layout of the device, or of an architecture, so that its own kernels are seen."""
     rows, experts, topk, hidden, inner = sizes_of(shape)
     x = torch.randn((rows, hidden), dtype=dtype, device=device)
     weights = torch.softmax(torch.randn((rows, topk), device=device), -1).to(dtype)
     # Distinct experts in each row, as a router picks them.
     first = torch.randint(0, max(experts, 1), (rows, 1), device=device)
     ids = (first + torch.arange(topk, device=device) * 3) % max(experts, 1)
-    w13 = random_weight((experts, 2 * inner, hidden), device)
-    w2 = random_weight((experts, hidden, inner), device)
-    return (x, weights, ids, *w13[:3], *w2[:3], None, None, "silu", None, None, "rows")
+    layout = layout_on(device, arch, stacked=True)
+    w13 = random_weight((experts, 2 * inner, hidden), device, layout=layout)
+    w2 = random_weight((experts, hidden, inner), device, layout=layout)
+    return (x, weights, ids, *w13[:3], *w2[:3], None, None, "silu", None, None, layout)
 
 
 def backward_example(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    arch: str | None = None,
 ) -> Arguments:
-    args = forward_example(shape, dtype, device)
+    args = forward_example(shape, dtype, device, arch)
     return torch.randn(args[0].shape, dtype=dtype, device=device), *args
 
 
@@ -130,6 +137,11 @@ def _spreads() -> dict[str, Spread]:
         "tiles, one row": Spread(rows=1, layout="tiles", experts=5),
         "per row": Spread(rows=30, per_row=True, bias=_BF16),
         "per row, tiles": Spread(rows=30, per_row=True, layout="tiles"),
+        "fragments": Spread(layout="fragments", hidden=96, inner=144),
+        "fragments, one row": Spread(rows=1, layout="fragments", experts=5),
+        "fragments, per row": Spread(rows=30, per_row=True, layout="fragments", bias=_BF16),
+        "fragments, small": Spread(layout="fragments", hidden=16, inner=16),
+        "fragments, whole": Spread(rows=30, layout="fragments", hidden=128, inner=64, x=_FP16),
         "nobody": Spread(route=lambda ids: ids * 0 - 1),
         "nobody, one row": Spread(rows=1, route=lambda ids: ids * 0 - 1),
         "some missing": Spread(rows=20, route=_some_missing),

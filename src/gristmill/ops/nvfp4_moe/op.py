@@ -9,7 +9,14 @@ import torch
 from gristmill.errors import ArgumentError
 from gristmill.formats.nvfp4 import NVFP4Tensor, PackedNVFP4
 from gristmill.ops.by_row import by_row
-from gristmill.ops.nvfp4_common import AUTOCAST_KEYS, as_it_is, frozen, lowered, parts_of
+from gristmill.ops.nvfp4_common import (
+    AUTOCAST_KEYS,
+    Weight,
+    as_it_is,
+    frozen,
+    lowered,
+    parts_of,
+)
 from gristmill.ops.nvfp4_moe import cases, problem, reference, semantics
 from gristmill.ops.nvfp4_moe.library import Library
 from gristmill.ops.op import Arguments, Gradient, Op, no_second_gradient
@@ -99,9 +106,11 @@ def moe_of(
     """:func:`moe` over the parts of the weights: what modules call, as graphs take tensors.
 
     Args:
-        w13_codes, w2_codes: uint8 ``(E, N, K / 2)``.
-        w13_scales, w2_scales: E4M3 ``(E, N, K / 16)``, or in layout ``"tiles"`` as
-            :func:`gristmill.nvfp4.swizzle` gives them.
+        w13_codes, w2_codes: uint8 ``(E, N, K / 2)``; in layout ``"fragments"``
+            ``(E, N / 64, K / 64, 2048)``, rounded up.
+        w13_scales, w2_scales: E4M3 ``(E, N, K / 16)``; in layout ``"tiles"`` as
+            :func:`gristmill.nvfp4.swizzle` gives them; in ``"fragments"`` uint8
+            ``(E, N / 64, K / 64, 256)``, rounded up.
         w13_row_scale, w2_row_scale: fp32 ``(E, N)``, the global scale of each row.
         others: as in :func:`moe`.
     """
@@ -154,9 +163,23 @@ def _arguments(
             f"nvfp4_moe: w13 and w2 must have one layout, got {wide.layout!r} and {back.layout!r}; "
             f"call prepare() on both or on neither"
         )
+    _check_widths(hidden_states, wide, back)
     routing = (hidden_states, topk_weights, topk_ids)
     options = (w13_bias, w2_bias, activation, limit, expert_map, wide.layout)
     return (*routing, *wide[:3], *back[:3], *options)
+
+
+def _check_widths(hidden_states: Any, w13: Weight, w2: Weight) -> None:
+    """What the op cannot see: the columns of weights in fragments, of which some are padding."""
+    has_columns = isinstance(hidden_states, torch.Tensor) and hidden_states.dim()
+    hidden = hidden_states.shape[-1] if has_columns else w13.width
+    for name, weight, columns in (("w13", w13, hidden), ("w2", w2, w13.rows // 2)):
+        if weight.width is not None and weight.width != columns:
+            shape = "(E, 2 * I, H)" if name == "w13" else "(E, H, I)"
+            raise ArgumentError(
+                f"nvfp4_moe: {name} must have shape {shape} with {shape[-2]} = {columns}, got "
+                f"{(*weight.row_scale.shape, weight.width)}"
+            )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

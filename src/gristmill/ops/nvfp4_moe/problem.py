@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from gristmill.formats.nvfp4.tensor import TILES
+from gristmill.formats.nvfp4.tensor import ROWS
 from gristmill.ops.nvfp4_moe.semantics import Call
 from gristmill.select.device import Device
 from gristmill.select.problem import Problem
@@ -27,7 +27,7 @@ def _problem(op: str, device: Device, call: Call, dtypes: dict[str, torch.dtype]
     words = {
         "bias": call.w13_bias is not None or call.w2_bias is not None,
         "mapped": call.expert_map is not None,
-        TILES: call.layout == TILES,
+        call.layout: call.layout != ROWS,
     }
     rows, hidden = call.hidden_states.shape
     return Problem(

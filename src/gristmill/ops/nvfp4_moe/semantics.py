@@ -37,11 +37,13 @@ class Call(NamedTuple):
 
     @property
     def w13(self) -> Weight:
-        return Weight(self.w13_codes, self.w13_scales, self.w13_row_scale, self.layout)
+        parts = (self.w13_codes, self.w13_scales, self.w13_row_scale)
+        return Weight(*parts, self.layout, self.hidden_states.shape[-1])
 
     @property
     def w2(self) -> Weight:
-        return Weight(self.w2_codes, self.w2_scales, self.w2_row_scale, self.layout)
+        parts = (self.w2_codes, self.w2_scales, self.w2_row_scale)
+        return Weight(*parts, self.layout, self.intermediate)
 
     @property
     def experts(self) -> int:
@@ -49,7 +51,7 @@ class Call(NamedTuple):
 
     @property
     def intermediate(self) -> int:
-        return self.w13_codes.shape[1] // 2
+        return self.w13.rows // 2
 
     def some(self, tokens: slice) -> Call:
         """The call for some of its tokens."""

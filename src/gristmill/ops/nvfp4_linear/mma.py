@@ -1,0 +1,201 @@
+"""The variant for few tokens: weights streamed through the matrix instructions of warps."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from gristmill.formats.nvfp4.tensor import FRAGMENTS
+from gristmill.jit import Program
+from gristmill.ops import launch
+from gristmill.ops.nvfp4_linear import semantics
+from gristmill.ops.nvfp4_linear.mma_configs import MmaConfig, Shares, Slots, candidates
+from gristmill.ops.nvfp4_linear.problem import Details, nothing_to_compute
+from gristmill.select.problem import Problem
+from gristmill.select.variant import Variant
+
+SOURCE = "nvfp4_mma.cu"
+TYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "float"}
+BIAS_KINDS = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+MOST_TOKENS = 128
+
+# MmaParams: codes, scales, row_scale, x, bias, y, partials; x_stride; bias_kind; tokens, rows,
+# columns; slabs, chunks; tiles, workers; shares, share, rounds; slot_rounds, slots.
+PARAMS = struct.Struct("<7Q q i 3I 2I 2I 3I 2I".replace(" ", ""))
+ADD_THREADS = 256
+
+
+class Mma(Variant):
+    """See kernels/cuda/nvfp4_mma.cu."""
+
+    name = "cuda_mma"
+    summary = "weights streamed through registers into warps' matrix instructions, for few tokens"
+    config_type = MmaConfig
+
+    def supports(self, problem: Problem) -> str | None:
+        device, details = problem.device, problem.layout
+        if device.kind != "cuda":
+            return f"needs a CUDA device, not {device.kind}"
+        if device.capability < (8, 0):
+            return f"needs compute capability 8.0 or later, not {device.arch}"
+        if FRAGMENTS not in problem.flags:
+            return f"takes weights in layout {FRAGMENTS!r}"
+        if problem.dtype("x") not in ("bfloat16", "float16"):
+            return f"takes x of bf16 or fp16, not {problem.dtype('x')}"
+        if problem.dtype("out") not in TYPES:
+            return f"gives fp32, bf16 or fp16, not {problem.dtype('out')}"
+        if details.bias not in BIAS_KINDS:
+            return f"takes a bias of fp32, bf16 or fp16, not {details.bias}"
+        if not details.weight_packed:
+            return "takes codes, scales, row scales and bias that are dense and aligned"
+        if problem.rows * problem.dim("N") >= 2**40:
+            return f"{problem.rows} rows of {problem.dim('N')} are more than a grid has"
+        return nothing_to_compute(problem)
+
+    def declines(self, problem: Problem) -> str | None:
+        if problem.rows > MOST_TOKENS:
+            return f"decodes the weight anew for every 64 tokens; for up to {MOST_TOKENS}"
+        return None
+
+    def config(self, problem: Problem) -> MmaConfig:
+        return candidates(problem)[0]
+
+    def configs(self, problem: Problem) -> Sequence[MmaConfig]:
+        found = candidates(problem)
+        return found if self.declines(problem) is None else found[:1]
+
+    def varies_with_batch(self, problem: Problem) -> str | None:
+        """Nothing: a token is a column of the product, and columns are summed alike.
+
+        In which order is given by the config, N and K. How many tiles a block does one after
+        another, which does depend on the number of tokens, is in none of the sums.
+        """
+        return None
+
+    def programs(self, problem: Problem, config: MmaConfig) -> tuple[Program, ...]:
+        return (self.program(problem, config),)
+
+    def program(self, problem: Problem, config: MmaConfig) -> Program:
+        """The kernel and, where it leaves partial sums, the one that adds them."""
+        types = f"{TYPES[str(problem.dtype('x'))]},{TYPES[str(problem.dtype('out'))]}"
+        cluster = 1 if config.partial else config.shares
+        shape = f"{config.tokens},{config.slabs},{config.groups},{config.depth},{cluster}"
+        names = [f"nvfp4_mma<{types},{shape},{str(config.partial).lower()}>"]
+        if config.partial:
+            names.append(f"nvfp4_mma_add<{types}>")
+        return Program(SOURCE, tuple(names))
+
+    def bind(self, problem: Problem, config: MmaConfig) -> Callable[..., Any]:
+        details: Details = problem.layout
+        index = problem.device.index
+        tokens, rows, columns = problem.rows, problem.dim("N"), problem.dim("K")
+        shares = Shares.of(rows, columns, config)
+        program = self.program(problem, config)
+        token_tiles = math.ceil(tokens / config.tokens)
+        workers, slots = self._workers(problem, config, program, shares, token_tiles)
+        dependent = problem.device.capability >= (9, 0)
+        start = launch.prepare(
+            launch.KernelCall(
+                program,
+                program.names[0],
+                grid=token_tiles * workers * config.shares,
+                block=config.threads,
+                shared=slots.bytes(config),
+                params=PARAMS,
+                cluster=1 if config.partial else config.shares,
+                dependent=dependent,
+            ),
+            index,
+        )
+        add = None
+        quads = math.ceil(rows / 4)
+        if config.partial:
+            grid = math.ceil(tokens * quads / ADD_THREADS)
+            call = launch.KernelCall(
+                program, program.names[1], grid, ADD_THREADS, 0, PARAMS, dependent=dependent
+            )
+            add = launch.prepare(call, index)
+        stream = launch.current_stream
+        sizes = (
+            *(details.x_stride, BIAS_KINDS[details.bias], tokens, rows, columns),
+            *(shares.slabs, shares.chunks, shares.tiles, workers),
+            *(config.shares, shares.share, shares.rounds, slots.rounds, slots.count),
+        )
+        partial_floats = config.shares * tokens * quads * 4
+
+        def run(
+            x: torch.Tensor,
+            codes: torch.Tensor,
+            scales: torch.Tensor,
+            row_scale: torch.Tensor,
+            bias: torch.Tensor | None,
+            y: torch.Tensor,
+        ) -> None:
+            partials = x.new_empty(partial_floats, dtype=torch.float32) if add else None
+            values = (
+                codes.data_ptr(),
+                scales.data_ptr(),
+                row_scale.data_ptr(),
+                x.data_ptr(),
+                bias.data_ptr() if bias is not None else 0,
+                y.data_ptr(),
+                partials.data_ptr() if partials is not None else 0,
+                *sizes,
+            )
+            start(stream(index), *values)
+            if add is not None:
+                add(stream(index), *values)
+
+        return self._plan(details, launch.on_device(index, run))
+
+    def _plan(self, details: Details, run: Callable[..., None]) -> Callable[..., torch.Tensor]:
+        def plan(
+            x: torch.Tensor,
+            codes: torch.Tensor,
+            scales: torch.Tensor,
+            row_scale: torch.Tensor,
+            bias: torch.Tensor | None,
+            layout: str,
+            out_dtype: torch.dtype | None,
+            act: str | None,
+        ) -> torch.Tensor:
+            y = semantics.outputs_forward(x, codes, scales, row_scale, bias, layout, out_dtype, act)
+            run(details.x_of(x), codes, scales, row_scale, bias, y)
+            return y
+
+        return plan
+
+    def _workers(
+        self,
+        problem: Problem,
+        config: MmaConfig,
+        program: Program,
+        shares: Shares,
+        token_tiles: int,
+    ) -> tuple[int, Slots]:
+        """How many tiles of rows are done at a time, and where tokens lie meanwhile.
+
+        As many as the device runs at once, evened out over the passes that take: what is dealt in
+        seven passes to 132 blocks is done as soon by 128.
+        """
+        slots = Slots.of(shares, config, 1, problem.device)
+        for _ in range(2):
+            resident = self._resident(problem, config, program, slots.bytes(config))
+            passes = math.ceil(shares.tiles / max(1, resident // token_tiles))
+            staying = Slots.of(shares, config, passes, problem.device)
+            if staying == slots:
+                break
+            slots = staying
+        return math.ceil(shares.tiles / passes), slots
+
+    def _resident(self, problem: Problem, config: MmaConfig, program: Program, shared: int) -> int:
+        """Tiles that the device works on at once: of as many blocks as share one."""
+        index = problem.device.index
+        if config.shares > 1 and not config.partial:
+            return launch.resident_clusters(program, index, config.threads, shared, config.shares)
+        per_sm = launch.resident_blocks(program, index, config.threads, shared)
+        return max(1, per_sm * problem.device.multiprocessors // config.shares)

@@ -1,0 +1,170 @@
+"""The variant for Hopper: the warpgroup's matrix instruction, for any number of tokens."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from gristmill.errors import DriverError
+from gristmill.formats.nvfp4.tensor import FRAGMENTS
+from gristmill.jit import Program
+from gristmill.jit.tensor_map import maps_of_rows
+from gristmill.ops import launch
+from gristmill.ops.nvfp4_linear import semantics
+from gristmill.ops.nvfp4_linear.problem import Details, nothing_to_compute
+from gristmill.ops.nvfp4_linear.wgmma_configs import CHUNK, Cut, WgmmaConfig, candidates_of, cut
+from gristmill.select.problem import Problem
+from gristmill.select.variant import Variant
+
+SOURCE = "nvfp4_wgmma.cu"
+TYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "float"}
+BIAS_KINDS = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+
+# WgmmaParams: the map of x; codes, scales, row_scale, bias, y; bias_kind; tokens, rows, slabs,
+# chunks; share, prefetched; token_tiles, row_units, group; up to a multiple of its alignment.
+PARAMS = struct.Struct("<128s 5Q i 4I 2I 3I 48x".replace(" ", ""))
+_MOST_UNITS = 2**31 - 1
+
+
+class Wgmma(Variant):
+    """See kernels/cuda/nvfp4_wgmma.cu."""
+
+    name = "cuda_wgmma"
+    summary = "weights decoded into registers, multiplied by warpgroups (sm_90)"
+    config_type = WgmmaConfig
+
+    def supports(self, problem: Problem) -> str | None:
+        device, details = problem.device, problem.layout
+        if device.kind != "cuda":
+            return f"needs a CUDA device, not {device.kind}"
+        if device.capability != (9, 0):
+            return f"uses instructions of sm_90a alone, not {device.arch}"
+        if FRAGMENTS not in problem.flags:
+            return f"takes weights in layout {FRAGMENTS!r}"
+        if problem.dtype("x") not in ("bfloat16", "float16"):
+            return f"takes x of bf16 or fp16, not {problem.dtype('x')}"
+        if problem.dtype("out") not in TYPES:
+            return f"gives fp32, bf16 or fp16, not {problem.dtype('out')}"
+        if details.bias not in BIAS_KINDS:
+            return f"takes a bias of fp32, bf16 or fp16, not {details.bias}"
+        if not details.weight_packed:
+            return "takes codes, scales, row scales and bias that are dense and aligned"
+        if max(problem.rows, problem.dim("N"), problem.dim("K")) > _MOST_UNITS - 256:
+            return "a dimension has 2**31 elements or more"
+        if problem.rows * problem.dim("N") // 512 > _MOST_UNITS:
+            return "more tiles than a grid has"
+        return nothing_to_compute(problem)
+
+    def config(self, problem: Problem) -> WgmmaConfig:
+        return candidates_of(problem)[0]
+
+    def configs(self, problem: Problem) -> Sequence[WgmmaConfig]:
+        return candidates_of(problem)
+
+    def varies_with_batch(self, problem: Problem) -> str | None:
+        """Nothing: a token is a column of the product, and columns are summed alike.
+
+        In which order is given by the config's groups, depth and split, and by K. How many tokens
+        a tile has, which does depend on their number, is in none of the sums.
+        """
+        return None
+
+    def programs(self, problem: Problem, config: WgmmaConfig) -> tuple[Program, ...]:
+        return (self.program(problem, config),)
+
+    def program(self, problem: Problem, config: WgmmaConfig) -> Program:
+        whole = self._cut(problem, config)
+        types = (TYPES[str(problem.dtype("x"))], TYPES[str(problem.dtype("out"))])
+        sizes = (
+            *(whole.tokens, config.row_groups, config.k_groups, whole.depth, whole.stages),
+            *(config.split, config.shared_by, whole.blocks),
+        )
+        return Program(SOURCE, (f"nvfp4_wgmma<{','.join(map(str, (*types, *sizes)))}>",))
+
+    def bind(self, problem: Problem, config: WgmmaConfig) -> Callable[..., Any]:
+        details: Details = problem.layout
+        device, tokens, rows = problem.device, problem.rows, problem.dim("N")
+        index, columns = device.index, problem.dim("K")
+        whole = self._cut(problem, config)
+        program = self.program(problem, config)
+        # The producer of a split takes no part in the meetings of its cluster: one tile each.
+        clusters = whole.units
+        if config.persistent and config.split == 1:
+            clusters = min(whole.units, self._resident(problem, whole, program))
+        start = launch.prepare(
+            launch.KernelCall(
+                program,
+                program.names[0],
+                grid=clusters * whole.cluster,
+                block=whole.threads,
+                shared=whole.shared,
+                params=PARAMS,
+                cluster=whole.cluster,
+                dependent=True,
+            ),
+            index,
+        )
+        dtype = str(problem.dtype("x"))
+        box = (whole.tokens // config.shared_by, CHUNK)
+        map_at = maps_of_rows(dtype, 2, columns, tokens, details.x_stride, box)
+        sizes = (
+            *(BIAS_KINDS[details.bias], tokens, rows, whole.slabs, whole.chunks),
+            *(whole.share, config.prefetched, whole.token_tiles, whole.row_units, config.group),
+        )
+        stream = launch.current_stream
+
+        def run(
+            x: torch.Tensor,
+            codes: torch.Tensor,
+            scales: torch.Tensor,
+            row_scale: torch.Tensor,
+            bias: torch.Tensor | None,
+            y: torch.Tensor,
+        ) -> None:
+            start(
+                stream(index),
+                map_at(x.data_ptr()),
+                codes.data_ptr(),
+                scales.data_ptr(),
+                row_scale.data_ptr(),
+                bias.data_ptr() if bias is not None else 0,
+                y.data_ptr(),
+                *sizes,
+            )
+
+        run = launch.on_device(index, run)
+
+        def plan(
+            x: torch.Tensor,
+            codes: torch.Tensor,
+            scales: torch.Tensor,
+            row_scale: torch.Tensor,
+            bias: torch.Tensor | None,
+            layout: str,
+            out_dtype: torch.dtype | None,
+            act: str | None,
+        ) -> torch.Tensor:
+            y = semantics.outputs_forward(x, codes, scales, row_scale, bias, layout, out_dtype, act)
+            run(details.x_of(x), codes, scales, row_scale, bias, y)
+            return y
+
+        return plan
+
+    def _cut(self, problem: Problem, config: WgmmaConfig) -> Cut:
+        found = cut(config, problem.rows, problem.dim("N"), problem.dim("K"), problem.device)
+        if found.reason is not None:
+            raise DriverError(f"{self.name}: no launch by {config}: {found.reason}")
+        return found
+
+    def _resident(self, problem: Problem, whole: Cut, program: Program) -> int:
+        """Clusters that the device runs at once."""
+        index = problem.device.index
+        if whole.cluster > 1:
+            return launch.resident_clusters(
+                program, index, whole.threads, whole.shared, whole.cluster
+            )
+        per_sm = launch.resident_blocks(program, index, whole.threads, whole.shared)
+        return per_sm * problem.device.multiprocessors

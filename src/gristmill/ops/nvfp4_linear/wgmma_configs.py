@@ -1,0 +1,247 @@
+"""How the warpgroup kernel cuts a product, and a model of the time that takes."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from gristmill.select.device import Device
+from gristmill.select.problem import Problem
+
+TOKENS = (8, 16, 32, 64, 96, 128, 192, 256)  # that a tile can have
+SLAB = CHUNK = 64  # rows and columns of a piece
+PIECE_BYTES = 2048 + 256  # codes and scales
+CANDIDATES = 16  # worth timing for one problem
+
+
+@dataclass(frozen=True)
+class WgmmaConfig:
+    """A launch of kernels/cuda/nvfp4_wgmma.cu, which explains the words.
+
+    `tokens` is the most that a tile may have: with fewer rows it has as few as hold them all.
+    `blocks` is how many shall fit on an SM, if shared memory allows it. `persistent`: as many
+    blocks as run at once, each with tile after tile. `prefetched` chunks of its first tile are
+    fetched into L2 ahead by each block, `group` token tiles go side by side.
+    """
+
+    tokens: int
+    row_groups: int
+    k_groups: int
+    depth: int
+    stages: int
+    split: int = 1
+    shared_by: int = 1
+    blocks: int = 1
+    persistent: bool = False
+    prefetched: int = 0
+    group: int = 4
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What follows from a config for a product of some tokens by an (N, K) weight on a device.
+
+    `depth` and `stages` are the config's, or less where a tile has more tokens than the config
+    was made for and shared memory has no room: that changes nothing in the order of sums.
+    """
+
+    config: WgmmaConfig
+    tokens: int
+    depth: int
+    stages: int
+    slabs: int
+    chunks: int
+    share: int  # chunks for each block of a split
+    token_tiles: int
+    row_units: int
+    blocks: int  # that are to fit on an SM
+    reason: str | None  # why there is no such launch, if so
+
+    @property
+    def groups(self) -> int:
+        return self.config.row_groups * self.config.k_groups
+
+    @property
+    def cluster(self) -> int:
+        return self.config.split * self.config.shared_by
+
+    @property
+    def units(self) -> int:
+        return self.row_units * self.token_tiles
+
+    @property
+    def threads(self) -> int:
+        """As `producers` of the kernel has it: a warp, or a warpgroup that gives registers away."""
+        return 128 * self.groups + (128 if self.tokens > 128 else 32)
+
+    @property
+    def shared(self) -> int:
+        return _shared(self.config, self.tokens, self.depth, self.stages)
+
+
+# Warpgroups whose sums, operands and addresses the registers hold, by the tokens of a tile.
+_MOST_GROUPS = {8: 4, 16: 4, 32: 4, 64: 4, 96: 3, 128: 3, 192: 3, 256: 2}
+
+
+@functools.lru_cache(maxsize=65536)
+def cut(config: WgmmaConfig, rows: int, n: int, k: int, device: Device) -> Cut:
+    few = min(max(rows, 1), config.tokens)
+    tokens = next(size for size in TOKENS if size >= few)
+    slabs, chunks = math.ceil(n / SLAB), math.ceil(k / CHUNK)
+    share = math.ceil(chunks / config.split)
+    depth, stages = config.depth, config.stages
+    room = device.shared_per_block
+    while _shared(config, tokens, depth, stages) > room and (depth, stages) != (config.k_groups, 2):
+        if stages > 2:
+            stages -= 1
+        else:
+            depth = max(config.k_groups, depth // 2 // config.k_groups * config.k_groups)
+    shared = _shared(config, tokens, depth, stages)
+    reason = None
+    if shared > room:
+        reason = f"needs {shared} bytes of shared memory, and a block has {room}"
+    elif (config.split - 1) * share >= chunks:
+        reason = f"{chunks} chunks of columns cannot be split in {config.split}"
+    elif tokens % (8 * config.shared_by):
+        reason = f"{tokens} tokens cannot be fetched in {config.shared_by} parts"
+    elif config.row_groups * config.k_groups > _MOST_GROUPS[tokens]:
+        reason = f"tiles of {tokens} tokens need more registers than there are"
+    return Cut(
+        config=config,
+        tokens=tokens,
+        depth=depth,
+        stages=stages,
+        slabs=slabs,
+        chunks=chunks,
+        share=share,
+        token_tiles=math.ceil(rows / tokens),
+        row_units=math.ceil(math.ceil(slabs / config.row_groups) / config.shared_by),
+        # An SM has 1 KB more than a block may have, and each block takes 1 KB of its own.
+        blocks=max(1, min(config.blocks, (room + 1024) // (shared + 1024))),
+        reason=reason,
+    )
+
+
+def _shared(config: WgmmaConfig, tokens: int, depth: int, stages: int) -> int:
+    """Bytes: the ring, sums on their way out, factors and shifts of the rows, barriers."""
+    rows = SLAB * config.row_groups
+    ring = stages * depth * (tokens * 128 + config.row_groups * PIECE_BYTES)
+    piece = tokens if tokens < 64 else 48 if tokens % 64 else 64
+    sums = config.k_groups * piece * (rows + 4) * 4
+    return ring + sums + 2 * rows * 4 + 16 * stages
+
+
+# Row groups, column groups, depth, stages, blocks: the shapes that won somewhere when all sensible
+# ones were timed (H200, bf16, weights of 4096x4096, 8192x8192, 28672x4096 and 57344x8192).
+Shape = tuple[int, int, int, int, int]
+_FEW: tuple[Shape, ...] = (
+    *((1, 1, 4, 4, 4), (1, 1, 4, 3, 5), (1, 1, 8, 2, 4), (1, 2, 4, 6, 2), (1, 2, 8, 4, 1)),
+    *((1, 4, 8, 4, 1), (1, 4, 8, 3, 2), (2, 1, 2, 4, 3), (2, 2, 4, 3, 2)),
+)
+_SOME: tuple[Shape, ...] = (
+    (1, 1, 2, 4, 4),
+    (4, 1, 2, 4, 1),
+    (2, 2, 4, 3, 1),
+    (1, 2, 4, 3, 2),
+    (2, 1, 2, 4, 2),
+)
+_MANY: dict[int, tuple[Shape, ...]] = {
+    96: ((2, 1, 2, 4, 1), (3, 1, 1, 6, 1), (1, 2, 4, 3, 1)),
+    128: ((2, 1, 2, 4, 1), (2, 1, 1, 6, 1), (3, 1, 1, 6, 1)),
+    192: ((2, 1, 1, 5, 1),),
+    256: ((2, 1, 1, 5, 1), (2, 1, 1, 4, 1)),
+}
+_SPLITS = (1, 2, 4, 8)
+
+
+@functools.lru_cache(maxsize=4096)
+def candidates(rows: int, n: int, k: int, device: Device) -> tuple[WgmmaConfig, ...]:
+    """The configs worth timing, the fastest by the model first; empty if none fits."""
+    found: dict[WgmmaConfig, float] = {}
+    for config in _all(rows):
+        whole = cut(config, rows, n, k, device)
+        if whole.reason is None:
+            for one in _ways(whole, device):
+                found[one] = estimate(cut(one, rows, n, k, device), device)
+    return tuple(sorted(found, key=found.__getitem__)[:CANDIDATES])
+
+
+def candidates_of(problem: Problem) -> tuple[WgmmaConfig, ...]:
+    return candidates(problem.rows, problem.dim("N"), problem.dim("K"), problem.device)
+
+
+def _all(rows: int) -> Iterator[WgmmaConfig]:
+    shapes: dict[int, tuple[Shape, ...]]
+    if rows <= 64:
+        shapes = {64: _FEW if rows <= 32 else _SOME}
+    elif rows <= 128:
+        shapes = {size: _MANY[size] for size in (96, 128) if size >= rows} | {64: _SOME}
+    else:
+        shapes = {size: shape for size, shape in _MANY.items() if size > 96}
+    for tokens, some in shapes.items():
+        for row_groups, k_groups, depth, stages, blocks in some:
+            for split in _SPLITS:
+                yield WgmmaConfig(tokens, row_groups, k_groups, depth, stages, split, blocks=blocks)
+
+
+def _ways(whole: Cut, device: Device) -> Iterator[WgmmaConfig]:
+    """The launches of a cut: tile after tile in as many blocks as fit, weights fetched ahead."""
+    config, room = whole.config, device.multiprocessors * whole.blocks
+    if config.split > 1 and whole.units * config.split > 4 * room:
+        return  # there is enough to do for everybody
+    yield config
+    if config.split == 1 and whole.units > room and whole.tokens >= 64:
+        yield replace(config, persistent=True)
+    # In one pass, and little enough for L2: more of the weight may come before the tokens.
+    if whole.tokens <= 32 and whole.units * config.split <= room and whole.chunks <= 64:
+        yield replace(config, prefetched=32)
+
+
+# Cycles of an SM for a piece of the weight, by what limits them, and microseconds; fitted to the
+# times of about 400 launches on an H200.
+_CLOCK = 1750.0  # per microsecond
+_ISSUE, _ISSUE_TOKEN = 97.8, 0.53
+_TENSOR_TOKEN = 2.0
+_WAIT, _WAIT_TOKEN = 75.8, 1.9  # of a warpgroup that is alone
+_PASS, _EPILOGUE = 1.7, 9.5
+_START, _SPLIT, _SPLIT_TOKEN, _SPLIT_FURTHER = 1.5, 0.29, 0.011, 2.0
+_BANDWIDTH = 4.05e6  # bytes per microsecond
+_TOKENS_FROM_L2 = 0.06  # of what an SM fetches again, the part that is felt
+_OVERLAP = 0.44  # of the shorter of memory and arithmetic, the part that is not hidden
+
+
+def estimate(whole: Cut, device: Device) -> float:
+    """Microseconds."""
+    config, tokens = whole.config, whole.tokens
+    blocks, processors = whole.blocks, device.multiprocessors
+    pieces = whole.share * config.row_groups
+    epilogue = _EPILOGUE * tokens * config.row_groups
+
+    def piece(resident: int) -> float:
+        busy = max(_ISSUE + _ISSUE_TOKEN * tokens, _TENSOR_TOKEN * tokens)
+        return max(busy, (_WAIT + _WAIT_TOKEN * tokens) / (resident * whole.groups))
+
+    units = whole.units * whole.cluster
+    if config.persistent:
+        turns = math.ceil(units / (processors * blocks))
+        cycles = turns * (blocks * pieces * piece(blocks) + epilogue) + _PASS * _CLOCK
+    else:
+        cycles = 0.0
+        passes, rest = divmod(units, processors * blocks)
+        for count, times in ((blocks, passes), (math.ceil(rest / processors), 1)):
+            if count:
+                one = count * (pieces * piece(count) + epilogue) + _PASS * _CLOCK
+                cycles += times * one
+    weight = whole.slabs * whole.chunks * PIECE_BYTES
+    again = (
+        whole.token_tiles * tokens * whole.chunks * CHUNK * 2 * whole.row_units * _TOKENS_FROM_L2
+    )
+    memory = (weight + again) / _BANDWIDTH
+    arithmetic = cycles / _CLOCK
+    us = _START + max(memory, arithmetic) + _OVERLAP * min(memory, arithmetic)
+    if config.split > 1:
+        us += _SPLIT + _SPLIT_TOKEN * tokens * config.row_groups
+        us += _SPLIT_FURTHER if config.split > 2 else 0.0
+    return us

@@ -1,0 +1,97 @@
+"""Weights packed over their own bytes, and those that cannot be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from formats_weights import clone, packed, same, weight
+
+from gristmill.errors import ArgumentError
+from gristmill.formats.nvfp4 import NVFP4Tensor, PackedNVFP4, packing
+
+
+@pytest.mark.parametrize("scratch", [1, 10000, 16 << 20])
+def test_in_place(scratch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "SCRATCH", scratch)
+    q = weight(320, 128)
+    expected = q.prepare("sm_90a")
+    kept = clone(q)
+    versions = kept.codes._version, kept.scales._version
+    p = kept.prepare("sm_90a", in_place=True)
+    assert same(p, expected)
+    assert p.codes.untyped_storage().data_ptr() == kept.codes.untyped_storage().data_ptr()
+    assert p.scales.untyped_storage().data_ptr() == kept.scales.untyped_storage().data_ptr()
+    # So that a graph which saved the old bytes says so.
+    assert kept.codes._version > versions[0]
+    assert kept.scales._version > versions[1]
+
+
+def test_a_stack_in_place() -> None:
+    q = weight(3, 128, 64)
+    expected = packed(q)
+    codes, scales = packing.pack(q.codes, q.scales, in_place=True)
+    assert same(PackedNVFP4(codes, scales, q.row_scale, "fragments", 64), expected)
+    assert codes.data_ptr() == q.codes.data_ptr()
+
+
+@pytest.mark.parametrize("shape", [(64, 80), (65, 64), (0, 64), (1, 16)])
+def test_what_must_be_padded_is_left_as_it_is(shape: tuple[int, ...]) -> None:
+    q, kept = weight(*shape), weight(*shape)
+    p = q.prepare("sm_90a", in_place=True)
+    assert same(p, kept.prepare("sm_90a"))
+    assert same(q, kept)
+
+
+def test_what_is_not_aligned_is_left_as_it_is() -> None:
+    kept = weight(64, 64)
+    for name in ("codes", "scales"):
+        part = getattr(kept, name).view(torch.uint8)
+        moved = torch.empty(part.numel() + 8, dtype=torch.uint8)[8:].view(part.shape).copy_(part)
+        parts = {"codes": kept.codes, "scales": kept.scales, "global_scale": kept.global_scale}
+        q = NVFP4Tensor(**{**parts, name: moved.view(getattr(kept, name).dtype)})
+        p = q.prepare("sm_90a", in_place=True)
+        assert same(p, kept.prepare("sm_90a"))
+        assert same(q, kept)
+        assert p.codes.data_ptr() % 16 == p.scales.data_ptr() % 16 == 0
+
+
+def test_in_place_where_nothing_changes() -> None:
+    q = weight(3, 64, 64)
+    for arch in ("cpu", "sm_90a"):  # of stacks
+        p = q.prepare(arch, in_place=True)
+        assert p.layout == "rows"
+        assert p.codes.data_ptr() == q.codes.data_ptr()
+        assert p.scales.data_ptr() == q.scales.data_ptr()
+
+
+@pytest.mark.parametrize("scratch", [1, 3000, 16 << 20])
+@pytest.mark.parametrize("shape", [(256, 128), (3, 128, 64), (100, 64), (128, 48)])
+def test_tiles_in_place(
+    shape: tuple[int, ...], scratch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "SCRATCH", scratch)
+    q, kept = weight(*shape), weight(*shape)
+    p = q.prepare("sm_100a", in_place=True)
+    assert same(p, kept.prepare("sm_100a"))
+    assert p.codes.data_ptr() == q.codes.data_ptr()
+    fits = shape[-2] % 128 == 0 and shape[-1] % 64 == 0
+    assert (p.scales.data_ptr() == q.scales.data_ptr()) == fits
+    assert fits or same(q, kept)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_inference_tensors_in_place(arch: str) -> None:
+    expected = weight(128, 64).prepare(arch)
+    with torch.inference_mode():
+        q = weight(128, 64)
+    assert same(q.prepare(arch, in_place=True), expected)
+    plain = weight(128, 64)
+    with torch.inference_mode():
+        assert same(plain.prepare(arch, in_place=True), expected)
+
+
+def test_what_needs_a_gradient_is_not_overwritten() -> None:
+    q = weight(64, 64)
+    learnt = NVFP4Tensor(q.codes, q.scales.detach().requires_grad_(), q.row_scale)
+    with pytest.raises(ArgumentError, match="prepare: in_place=True would overwrite scales, which"):
+        learnt.prepare("sm_90a", in_place=True)
