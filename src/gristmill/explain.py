@@ -68,7 +68,7 @@ def tune_command(op: Op, problem: Problem) -> str | None:
     if dtype not in ("bfloat16", "float16", "float32", "float64"):
         return None
     try:
-        arguments = op.example(sizes, getattr(torch, dtype), "meta")
+        arguments = op.example_for(problem.device, sizes, getattr(torch, dtype))
         same = op.problem(*arguments, device=problem.device)
     except (GristmillError, RuntimeError):
         return None  # a size that the example does not come in, such as a batch of matmuls

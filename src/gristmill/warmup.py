@@ -141,7 +141,7 @@ def _jobs(
         op = OPS[name]
         for dtype in dtypes:
             for shape in default_shapes(name) if shapes is None else shapes:
-                problem = op.problem(*op.example(shape, dtype, "meta"), device=target)
+                problem = op.problem(*op.example_for(target, shape, dtype), device=target)
                 try:
                     choice = ranked(op.name, op.variants, problem)[0]
                 except VariantUnavailable:

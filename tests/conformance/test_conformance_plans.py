@@ -402,6 +402,8 @@ def test_an_old_gpu_gets_what_torch_has(op: Op) -> None:
         plain.remove("library_fused")  # no activation to fuse
     if "linear_cross_entropy" in op.name:
         plain.remove("library")  # torch's own gives its loss in fp16: too few bits
+    if "nvfp4_linear" in op.name:
+        plain = ["library", "reference"]  # the others, whatever their names, have kernels of ours
     assert names == plain
 
 

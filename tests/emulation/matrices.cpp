@@ -55,15 +55,43 @@ void finish_load(void* const* lanes) {
     std::memcpy(static_cast<Rows*>(lanes[lane])->out, words[lane], sizeof words[lane]);
 }
 
+// Only the lanes that give a row for one of `count` matrices must give a good one.
+void check_row(const char* what, const void* row, unsigned count) {
+  const auto address = reinterpret_cast<unsigned long long>(row);
+  if (lane() >= 8 * count) return;
+  if (address % 16 != 0) fail("%s at %#llx: the address is not a multiple of 16", what, address);
+  if (!in_shared(*self().home, row, 16)) fail("%s: a row is not in this block's shared memory", what);
+}
+
 template <unsigned COUNT>
 void start_load(const char* what, unsigned* out, const void* row) {
-  const auto address = reinterpret_cast<unsigned long long>(row);
-  if (lane() < 8 * COUNT) {
-    if (address % 16 != 0) fail("load_matrices at %#llx: the address is not a multiple of 16", address);
-    if (!in_shared(*self().home, row, 16)) fail("load_matrices: a row is not in this block's shared memory");
-  }
+  check_row(what, row, COUNT);
   Rows mine = {out, static_cast<const char*>(row)};
   meet(what, &mine, finish_load<COUNT>);
+}
+
+struct TurnedRows {
+  const unsigned* in;
+  char* row;
+};
+
+// Lane 4 * r + c / 2 has element (r, c) of a matrix, which goes to element r of the row that lane 8 * index + c gave.
+template <unsigned COUNT>
+void finish_store(void* const* lanes) {
+  for (unsigned index = 0; index < COUNT; ++index)
+    for (unsigned r = 0; r < 8; ++r)
+      for (unsigned c = 0; c < 8; ++c) {
+        const unsigned pair = static_cast<TurnedRows*>(lanes[4 * r + c / 2])->in[index];
+        const auto element = static_cast<unsigned short>(pair >> c % 2 * 16);
+        std::memcpy(static_cast<TurnedRows*>(lanes[8 * index + c])->row + 2 * r, &element, sizeof element);
+      }
+}
+
+template <unsigned COUNT>
+void start_store(const char* what, void* row, const unsigned* in) {
+  check_row(what, row, COUNT);
+  TurnedRows mine = {in, static_cast<char*>(row)};
+  meet(what, &mine, finish_store<COUNT>);
 }
 
 struct Fragments {
@@ -255,6 +283,16 @@ void load_matrices(unsigned (&out)[4], const void* row) {
 void load_matrices(unsigned (&out)[2], const void* row) {
   static constexpr char name[] = "load_matrices of two";
   start_load<2>(name, out, row);
+}
+
+void store_matrices_turned(void* row, const unsigned (&in)[4]) {
+  static constexpr char name[] = "store_matrices_turned of four";
+  start_store<4>(name, row, in);
+}
+
+void store_matrices_turned(void* row, const unsigned (&in)[2]) {
+  static constexpr char name[] = "store_matrices_turned of two";
+  start_store<2>(name, row, in);
 }
 
 void begin_matrices() { self().in_flight.begun = true; }

@@ -39,37 +39,33 @@ __global__ void turn_half(const Params p) {
     }
 }
 
-// In each block thread 0 hands `count` words to the others, which sum them; no block goes on to the next word before all
-// of the cluster have taken theirs. value 1: one arrival too many, 2: a rank that is not there, 3: no fence, 4: no barrier.
+// Thread 0 hands `count` words to the others, which sum them; it waits until all have taken the one before.
+// value 1: one arrival too many, 2: no barrier.
 __global__ void hand_around(const Params p) {
     unsigned* shared = reinterpret_cast<unsigned*>(shared_memory()) + 8;
     unsigned long long* full = reinterpret_cast<unsigned long long*>(shared_memory());
     unsigned long long* empty = full + 1;
-    const unsigned rank = cluster_rank(), size = cluster_size();
     if (threadIdx.x == 0) {
         barrier_init(full, 1);
-        barrier_init(empty, (blockDim.x - 1) * size);
-        if (p.value != 3) barrier_init_fence();
+        barrier_init(empty, blockDim.x - 1);
+        barrier_init_fence();
     }
-    cluster_arrive();
-    cluster_wait();
+    __syncthreads();
     unsigned sum = 0;
     for (unsigned i = 0; i < p.count; i++) {
         if (threadIdx.x == 0) {
             if (i > 0) barrier_wait(empty, (i - 1) & 1);
-            *shared = read_word(p.in, rank * p.count + i);
+            *shared = read_word(p.in, i);
             barrier_arrive(full);
             if (p.value == 1) barrier_arrive(full);
-            if (p.value == 4) barrier_arrive(full + 2);
+            if (p.value == 2) barrier_arrive(full + 2);
         } else {
             barrier_wait(full, i & 1);
             sum += *shared * threadIdx.x;
-            for (unsigned other = 0; other < size; other++) barrier_arrive_remote(empty, other + (p.value == 2));
+            barrier_arrive(empty);
         }
     }
-    cluster_arrive();
-    cluster_wait();
-    write_word(p, rank * blockDim.x + threadIdx.x, sum);
+    write_word(p, threadIdx.x, sum);
 }
 
 // ---- copies by each thread ----
@@ -127,32 +123,19 @@ __global__ void copy_constant(const Params p) {
 
 // ---- boxes ----
 
-// Every block of the cluster fetches its own box (count bytes) for all; out is what came, block by block.
-// value 1: nobody waits, 2: at an address that is no multiple of 1024, 3: a block too many, 4: no cluster barrier before.
+// A box of `count` bytes; out is what came. value 1: nobody waits, 2: at an address that is no multiple of 1024.
 __global__ void copy_box(const Params p) {
     unsigned long long* barrier = reinterpret_cast<unsigned long long*>(shared_memory());
-    char* const tiles = shared_memory() + 1024;
-    const unsigned rank = cluster_rank(), size = cluster_size();
+    char* const tile = shared_memory() + 1024 + (p.value == 2 ? 128 : 0);
     if (threadIdx.x == 0) {
         barrier_init(barrier, 1);
         barrier_init_fence();
-        barrier_expect(barrier, size * p.count);
+        barrier_expect(barrier, p.count);
+        tensor_copy(tile, &p.map, p.column, p.row, barrier);
     }
-    if (p.value != 4) {
-        cluster_arrive();
-        cluster_wait();
-    }
-    char* const tile = tiles + rank * p.count + (p.value == 2 ? 128 : 0);
-    const int row = p.row + static_cast<int>(rank * p.map.box_rows);
-    if (threadIdx.x == 0) {
-        if (size == 1) tensor_copy(tile, &p.map, p.column, row, barrier);
-        else tensor_copy_to((1u << (size + (p.value == 3))) - 1, tile, &p.map, p.column, row, barrier);
-    }
+    __syncthreads();
     if (p.value != 1) barrier_wait(barrier, 0);
-    for (unsigned i = threadIdx.x; i < size * p.count / 4; i += blockDim.x)
-        write_word(p, rank * size * p.count / 4 + i, reinterpret_cast<unsigned*>(tiles)[i]);
-    cluster_arrive();
-    cluster_wait();
+    write_shared(p, tile, p.count);
 }
 
 // Every thread's four floats from the next block. value 1: not synchronised, 2: a rank too high, 3: unaligned, 4: it left.
@@ -218,6 +201,18 @@ __global__ void load_rows(const Params p) {
     unsigned words[COUNT];
     load_matrices(words, shared + read_word(p.other, threadIdx.x) * 16 + (p.value == 2 ? 8 : p.value == 3 ? 4096 : 0));
     for (unsigned i = 0; i < COUNT; i++) write_word(p, i * 32 + threadIdx.x, words[i]);
+}
+
+// COUNT matrices of 8 x 8 in `in`, a lane's pair of each; out is shared memory, with rows in the order of `other`.
+// value as above.
+template <int COUNT>
+__global__ void store_turned(const Params p) {
+    char* shared = shared_memory();
+    if (p.value == 1 && threadIdx.x == 31) return;
+    unsigned words[COUNT];
+    for (unsigned i = 0; i < COUNT; i++) words[i] = read_word(p.in, i * 32 + threadIdx.x);
+    store_matrices_turned(shared + read_word(p.other, threadIdx.x) * 16 + (p.value == 2 ? 8 : p.value == 3 ? 4096 : 0), words);
+    write_shared(p, shared, 512);
 }
 
 // `count` steps of out (16 x 8) += in (16 x 16 * count) times other (8 x 16 * count) transposed.

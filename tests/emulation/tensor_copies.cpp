@@ -1,4 +1,4 @@
-// Barriers and copies of tensor_cores.cuh: by name and from other blocks, by each thread, through tensor maps.
+// Barriers and copies of tensor_cores.cuh: by name, by each thread, through tensor maps, from other blocks.
 #include <algorithm>
 
 #include "scheduler.h"
@@ -50,30 +50,21 @@ const char* source_of(const TensorMap& map, long long column, long long row) {
   return reinterpret_cast<const char*>(map.address) + row * map.row_stride + column * map.element_bytes;
 }
 
-void check_box(const char* what, const void* destination, const TensorMap* map, int column, int row) {
+void check_box(const void* destination, const TensorMap* map, int column, int row) {
   const auto to = reinterpret_cast<unsigned long long>(destination);
   if (reinterpret_cast<unsigned long long>(map) % alignof(TensorMap) != 0)
-    fail("%s: the map does not lie at a multiple of 64", what);
-  if (const char* wrong = wrong_map(*map)) fail("%s: %s", what, wrong);
+    fail("tensor_copy: the map does not lie at a multiple of 64");
+  if (const char* wrong = wrong_map(*map)) fail("tensor_copy: %s", wrong);
   const unsigned alignment = map->swizzle ? swizzle_period : swizzled_row;
-  if (to % alignment != 0) fail("%s to %#llx: the address is not a multiple of %u", what, to, alignment);
+  if (to % alignment != 0) fail("tensor_copy to %#llx: the address is not a multiple of %u", to, alignment);
   const unsigned bytes = map->box_rows * map->box_columns * map->element_bytes;
-  if (!in_shared(*self().home, destination, bytes)) fail("%s of %u bytes leaves the shared memory", what, bytes);
-  if (!self().previous_grid_done) fail("%s before wait_for_previous_grid()", what);
+  if (!in_shared(*self().home, destination, bytes)) fail("tensor_copy of %u bytes leaves the shared memory", bytes);
+  if (!self().previous_grid_done) fail("tensor_copy before wait_for_previous_grid()");
   const Span columns(column, map->box_columns, map->columns), rows(row, map->box_rows, map->rows);
   if (columns.empty() || rows.empty()) return;
   const char* const begin = source_of(*map, columns.begin, rows.begin);
   const char* const end = source_of(*map, columns.end, rows.end - 1);
-  find_range(what, reinterpret_cast<unsigned long long>(begin), unsigned(end - begin), false);
-}
-
-void start_box(const char* what, const Block& target, void* destination, const TensorMap* map, int column, int row,
-               unsigned long long* barrier_address) {
-  const unsigned barrier = copy_barrier(what, place_in(target, barrier_address));
-  const unsigned bytes = map->box_rows * map->box_columns * map->element_bytes;
-  char* const there = place_in(target, static_cast<char*>(destination));
-  std::memset(there, 0xff, bytes);
-  copies.push_back({there, nullptr, 0.0f, bytes, barrier, map, column, row});
+  find_range("tensor_copy", reinterpret_cast<unsigned long long>(begin), unsigned(end - begin), false);
 }
 
 // A copy of a kernel's map that outlives the thread.
@@ -152,13 +143,6 @@ void barrier_arrive(unsigned long long* address) {
   arrive_at("barrier_arrive", barrier_at("barrier_arrive", address), 0);
 }
 
-void barrier_arrive_remote(unsigned long long* address, unsigned rank) {
-  constexpr char what[] = "barrier_arrive_remote";
-  if (!in_shared(*self().home, address, sizeof *address)) fail("%s: the barrier is not in shared memory", what);
-  const Block& target = neighbour("barrier_arrive_remote at", rank);
-  arrive_at(what, barriers[copy_barrier(what, place_in(target, address))], 0);
-}
-
 // ---- copies by each thread ----
 
 void copy_async(void* destination, const void* source) {
@@ -179,19 +163,12 @@ void copy_async_wait() {
 // ---- boxes of tensors, and other blocks ----
 
 void tensor_copy(void* destination, const TensorMap* map, int column, int row, unsigned long long* barrier) {
-  check_box("tensor_copy", destination, map, column, row);
-  start_box("tensor_copy", *self().home, destination, kept(map), column, row, barrier);
-  traffic.bulk += map->box_rows * map->box_columns * map->element_bytes;
-}
-
-void tensor_copy_to(unsigned short blocks, void* destination, const TensorMap* map, int column, int row,
-                    unsigned long long* barrier) {
-  check_box("tensor_copy_to", destination, map, column, row);
-  if (blocks == 0) fail("tensor_copy_to: no block is named");
-  for (unsigned rank = 0; rank < 16; ++rank)
-    if (blocks >> rank & 1)
-      start_box("tensor_copy_to", neighbour("tensor_copy_to", rank), destination, kept(map), column, row, barrier);
-  traffic.bulk += map->box_rows * map->box_columns * map->element_bytes;
+  check_box(destination, map, column, row);
+  const unsigned number = copy_barrier("tensor_copy", barrier);
+  const unsigned bytes = map->box_rows * map->box_columns * map->element_bytes;
+  traffic.bulk += bytes;
+  std::memset(destination, 0xff, bytes);
+  copies.push_back({static_cast<char*>(destination), nullptr, 0.0f, bytes, number, kept(map), column, row});
 }
 
 void load_remote(float (&out)[4], const float* address, unsigned rank) {

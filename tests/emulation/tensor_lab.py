@@ -29,6 +29,8 @@ KERNELS = (
     "change_words",
     "load_rows<2>",
     "load_rows<4>",
+    "store_turned<2>",
+    "store_turned<4>",
     *(f"multiply_by_warp<{name}>" for name in TYPES),
     *(f"multiply_by_group<bf16,{tokens}>" for tokens in TOKENS),
     "multiply_by_group<f16,16>",

@@ -13,19 +13,18 @@ static_assert(sizeof(TensorMap) == 128, "as long as the driver's");
 
 void barrier_among(int name, int threads);
 void barrier_arrive(unsigned long long* barrier);
-void barrier_arrive_remote(unsigned long long* barrier, unsigned rank);
 
 void copy_async_or_zero(void* shared_destination, const void* source, bool there);
 void copy_async_commit();
 void bulk_copy_constant(void* shared_destination, const void* source, unsigned bytes, unsigned long long* barrier);
 void prefetch_constant(const void* source, unsigned bytes);
 void tensor_copy(void* shared_destination, const TensorMap* map, int column, int row, unsigned long long* barrier);
-void tensor_copy_to(unsigned short blocks, void* shared_destination, const TensorMap* map, int column, int row,
-                    unsigned long long* barrier);
 void load_remote(float (&out)[4], const float* address, unsigned rank);
 
 void load_matrices(unsigned (&out)[4], const void* row);
 void load_matrices(unsigned (&out)[2], const void* row);
+void store_matrices_turned(void* row, const unsigned (&in)[4]);
+void store_matrices_turned(void* row, const unsigned (&in)[2]);
 
 void begin_matrices();
 void end_matrices();

@@ -75,6 +75,20 @@ def test_matrices_are_loaded_by_rows(tensor_lab: Lab, count: int, order: int) ->
 
 
 @pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("count", [2, 4])
+def test_matrices_are_stored_by_columns(tensor_lab: Lab, count: int, order: int) -> None:
+    generator = torch.Generator().manual_seed(2)
+    matrices = torch.randint(0, 1000, (count, 8, 8), generator=generator).to(torch.int16)
+    rows = torch.randperm(32, generator=generator).int()
+    out = unset(32, 4)
+    source = matrices.view(torch.int32).contiguous()
+    tensor_lab.run(f"store_turned<{count}>", source, out, rows, shared=512, order=order)
+    expected = torch.full((32, 8), -1, dtype=torch.int16)
+    expected[rows[: 8 * count].long()] = matrices.transpose(1, 2).reshape(-1, 8)
+    assert torch.equal(out.view(torch.int16).view(32, 8), expected)
+
+
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", TYPES)
 def test_a_warp_multiplies(tensor_lab: Lab, name: str, order: int) -> None:
     left, right = whole(16, 48, dtype=TYPES[name]), whole(8, 48, dtype=TYPES[name], seed=1)
@@ -166,6 +180,9 @@ def test_a_warpgroup_is_four_warps(tensor_lab: Lab) -> None:
         ("load_rows<4>", {"value": 1, "shared": 512}, "a lane of the warp has returned"),
         ("load_rows<4>", {"value": 2, "shared": 512}, "not a multiple of 16"),
         ("load_rows<4>", {"value": 3, "shared": 512}, "not in this block's shared memory"),
+        ("store_turned<4>", {"value": 1, "shared": 512}, "a lane of the warp has returned"),
+        ("store_turned<4>", {"value": 2, "shared": 512}, "not a multiple of 16"),
+        ("store_turned<2>", {"value": 3, "shared": 512}, "not in this block's shared memory"),
         ("multiply_by_warp<bf16>", {"value": 1, "count": 1}, "a lane of the warp has returned"),
         ("multiply_by_warp<bf16>", {"value": 2, "count": 1}, r"deadlock(.|\n)*multiply_warp"),
     ],

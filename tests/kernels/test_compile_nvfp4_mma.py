@@ -37,6 +37,9 @@ LAYERS = (
     (200, 1040),
 )
 REGISTERS = 65536
+# Bytes: a word or two that wait outside of the main loop. Weights are in fragments up to sm_90;
+# what others would do with them is no matter.
+SPILL_LIMIT = {"sm_80": 16, "sm_89": 16, "sm_90a": 16, "sm_100a": 256, "sm_120a": 256}
 
 
 def _problem(arch: str, tokens: int, rows: int, columns: int, dtype: str = "bfloat16") -> Problem:
@@ -73,24 +76,19 @@ def test_every_launch_fits(arch: str) -> None:
             slots = Slots.of(shares, config, passes, device)
             assert slots.bytes(config) <= device.shared_per_block, (config, slots)
         assert config.shares == 1 or config.partial == (device.capability < (9, 0))
-        # The last share has something to do, or there is one share only.
-        assert config.shares == 1 or shares.share * config.groups <= 2 * shares.chunks
+        # No block has nothing to do.
+        assert (config.shares - 1) * shares.share < shares.chunks
 
 
-@pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("arch", ARCHS)
-def test_kernels_compile_without_spills(arch: str) -> None:
-    """For bf16 all, for fp16, whose values take an instruction more, those that have the most."""
+def _check_compiled(arch: str, only_usual: bool) -> None:
     names: dict[str, MmaConfig] = {}
     for problem, config in _all(arch):
+        if only_usual and config != Mma().config(problem):
+            continue
         for dtype in ("bfloat16", "float16"):
             typed = replace(problem, dtypes=(("x", dtype), ("out", dtype)))
             for name in Mma().program(typed, config).names:
                 names[name] = config
-    if arch != "sm_90a":
-        # What runs there unless somebody tunes.
-        usual = {Mma().config(problem) for problem, _ in _all(arch)}
-        names = {name: config for name, config in names.items() if config in usual}
     assert names
     program = Program("nvfp4_mma.cu", tuple(names))
     binary = compile_program(program, arch, verbose=True)
@@ -98,12 +96,27 @@ def test_kernels_compile_without_spills(arch: str) -> None:
     found = []
     for name, config in names.items():
         used = usage[binary.lowered[name]]
-        if used.spill_bytes or used.stack_bytes:
+        assert used.spill_bytes is not None, "the assembler's report does not name the kernel"
+        if max(used.spill_bytes, used.stack_bytes) > SPILL_LIMIT[arch]:
             found.append(f"{name}: {used.spill_bytes} bytes spilled, {used.stack_bytes} of stack")
         threads = 256 if "add" in name else config.threads * config.blocks_per_sm
         if used.registers * threads > REGISTERS:
             found.append(f"{name}: {used.registers} registers in {threads} threads")
     assert not found, "\n".join([f"{len(found)} of {len(names)} on {arch}:", *found])
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("arch", ARCHS)
+def test_kernels_compile_within_limits(arch: str) -> None:
+    """What runs unless somebody tunes; the rest, which takes long, is in the test below."""
+    _check_compiled(arch, only_usual=True)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("arch", ARCHS)
+def test_more_kernels_compile_within_limits(arch: str) -> None:
+    _check_compiled(arch, only_usual=False)
 
 
 @pytest.mark.parametrize("arch", ARCHS)

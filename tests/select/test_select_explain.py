@@ -338,7 +338,7 @@ def test_as_dict_is_json_and_complete(tuned: bool) -> None:
 def test_the_command_that_tunes_is_of_this_very_problem(name: str) -> None:
     op = OPS[name]
     shape = (8, 8, 2, 256, 256) if "moe" in name else (64, 512, 256)
-    args = op.example(shape, torch.float16, "meta")
+    args = op.example_for(KNOWN["sm_90a"], shape, torch.float16)
     asked = op.problem(*args, device=KNOWN["sm_90a"])
     explanation = explain_call(op, args, asked)
     assert explanation.roof is not None
@@ -348,7 +348,8 @@ def test_the_command_that_tunes_is_of_this_very_problem(name: str) -> None:
     words = command.split()
     assert words[:3] == ["gristmill", "tune", name]
     sizes = tuple(int(size) for size in words[words.index("--shape") + 1].split("x"))
-    again = op.example(sizes, getattr(torch, words[words.index("--dtype") + 1]), "meta")
+    dtype = getattr(torch, words[words.index("--dtype") + 1])
+    again = op.example_for(asked.device, sizes, dtype)
     assert op.problem(*again, device=asked.device) == asked
 
 

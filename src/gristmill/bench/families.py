@@ -17,6 +17,7 @@ from gristmill.bench.layers import FEW
 from gristmill.bench.suites import DTYPES, Shape, known, written
 from gristmill.ops.op import Op
 from gristmill.ops.registry import OPS
+from gristmill.select.device import Device
 
 # Powers of two, which tuning meets too, and between them sizes that nobody has tuned for.
 ROWS = tuple(sorted([2**power for power in range(17)] + [3, 24, 100, 700, 3000, 20000]))
@@ -108,15 +109,18 @@ class Family:
     def op(self) -> Op:
         return OPS[KINDS[self.name].op]
 
-    def arguments(self, rows: int, device: torch.device | str) -> Arguments:
+    def arguments(
+        self, rows: int, device: torch.device | str, target: Device | None = None
+    ) -> Arguments:
         """The op's positional arguments at so many rows: its example, the same on every run.
 
-        With "meta" for the device: their shapes alone.
+        With "meta" for the device: their shapes alone, as they are on `target`.
         """
         cuda = torch.device(device).type == "cuda"
         with torch.random.fork_rng(devices=[torch.device(device)] if cuda else []):
             torch.manual_seed(20)
-            example = self.op.example((rows, *self.dims), dtype_of(self.dtype), device)
+            shape, dtype = (rows, *self.dims), dtype_of(self.dtype)
+            example = self.op.example_for(target, shape, dtype, device)
         names = [argument.name for argument in self.op.overload._schema.arguments]
         named = dict(zip(names, example, strict=True))
         return tuple({**named, **dict(KINDS[self.name].options)}.values())

@@ -173,7 +173,7 @@ def programs(points: Iterable[Point], device: torch.device) -> list[Compilable]:
     here = device_of(device)
     found: dict[Compilable, None] = {}
     for point in points:
-        op, args = point.family.op, point.family.arguments(point.rows, "meta")
+        op, args = point.family.op, point.family.arguments(point.rows, "meta", here)
         problem = op.problem(*args, device=here)
         for candidate in _candidates(op, problem):
             found.update(dict.fromkeys(candidate.variant.programs(problem, candidate.config)))
@@ -194,7 +194,7 @@ def too_large(point: Point, device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     op, here = point.family.op, device_of(device)
-    args = point.family.arguments(point.rows, "meta")
+    args = point.family.arguments(point.rows, "meta", here)
     count = len(_candidates(op, op.problem(*args, device=here)))
     read, results = nbytes(args), nbytes(op.outputs(*args))
     copies = rotation_count(read, here.l2_bytes)

@@ -179,8 +179,9 @@ def _op(name: str, device: torch.device) -> Report:
     report: Report = {"op": name, "summary": op.summary, "shape": list(SHAPE), "dtype": "bfloat16"}
     # Before explaining: a variant that cannot be built is known as such only once it was tried.
     report["check"] = self_check(name, device)
-    args = op.example(SHAPE, DTYPE, "meta")
-    found = explain_problem(name, op.variants, op.problem(*args, device=device_of(device)))
+    here = device_of(device)
+    args = op.example_for(here, SHAPE, DTYPE)
+    found = explain_problem(name, op.variants, op.problem(*args, device=here))
     report.update(chosen=found.chosen, source=found.source, reason=found.reason)
     report["variants"] = [row.as_dict() for row in found.rows]
     return report

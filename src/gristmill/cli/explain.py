@@ -39,7 +39,8 @@ def run(
     op = OPS[name]
     device = device_of(torch_device(None)) if arch is None else target_device(arch)
     # Meta tensors: the choice depends on shapes and dtypes only, and costs no memory.
-    args = op.example_with(parse_options(options), parse_shape(shape), torch_dtype(dtype), "meta")
+    sizes, kind = parse_shape(shape), torch_dtype(dtype)
+    args = op.example_with(parse_options(options), sizes, kind, "meta", device)
     op.check(*args)
     # Inside: how a call is seen depends on the mode, too.
     with batch_invariant_rows(batch_invariant or is_batch_invariant()):

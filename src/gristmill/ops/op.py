@@ -86,7 +86,7 @@ class Op:
     problem_on: Callable[..., Problem]
     cost: Callable[..., Cost]
     cases: Callable[[], Iterable[Case]]
-    example: Callable[[tuple[int, ...], torch.dtype, torch.device | str], Arguments]
+    example: Callable[..., Arguments]  # of a shape, a dtype and a device
     variants: tuple[Variant, ...]
     defaults: Arguments
     gradient: Gradient | None = None
@@ -97,6 +97,10 @@ class Op:
     # The public function and how its arguments become the op's, where the two are not the same.
     function: Callable[..., Any] | None = None
     adapt: Callable[..., Arguments] | None = None
+    # Whether `example` takes, as a fourth argument, the architecture whose kernels are to read it.
+    laid_out: bool = False
+    # Makes arguments of random numbers such as calls have them, where not every number is one.
+    sound: Callable[..., Arguments] | None = None
     _plans: dict[Hashable, Plan] = field(default_factory=dict, init=False, repr=False)
     _key: Callable[..., Hashable] = field(init=False, repr=False)
     _function: Any = field(default=None, init=False, repr=False)
@@ -130,6 +134,7 @@ class Op:
         shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device | str,
+        target: Device | None = None,
     ) -> Arguments:
         """`example` with other values for the arguments named in `options`."""
         names = [argument.name for argument in self.overload._schema.arguments]
@@ -138,8 +143,20 @@ class Op:
                 raise ArgumentError(
                     f"{self.name} has no argument {name!r}; there are: {', '.join(names)}"
                 )
-        example = self.example(shape, dtype, device)
+        example = self.example_for(target, shape, dtype, device)
         return tuple(options.get(name, it) for name, it in zip(names, example, strict=True))
+
+    def example_for(
+        self,
+        target: Device | None,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device | str = "meta",
+    ) -> Arguments:
+        """`example` as it would be made on `target`, which need not be there; None: on `device`."""
+        if target is None or not self.laid_out:
+            return self.example(shape, dtype, device)
+        return self.example(shape, dtype, device, target.arch or "cpu")
 
     def bind_arguments(self, *args: Any, **kwargs: Any) -> Arguments:
         """A user's call as the op's positional arguments, checked."""

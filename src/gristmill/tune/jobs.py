@@ -90,7 +90,7 @@ def plan_by_shapes(
     for name in names:
         op = known_op(name)
         for dtype in dtypes:
-            kind = Kind(op, dtype, options or {})
+            kind = Kind(op, dtype, options or {}, device)
             families = _families(kind, device, shapes, hints, plan.notes)
             for family in families.values():
                 plan.jobs += family.jobs(probes)
@@ -114,7 +114,7 @@ def plan_by_recording(recorded: Iterable[Recorded], device: Device, *, split: bo
             )
             continue
         try:
-            make = partial(rebuilt, one, limits=_limits(op, one))
+            make = partial(_rebuilt, op, one)
             size = _size(op, make, device)
         except _MISFITS as error:
             plan.notes.append(f"{one.key}: the recorded call does not fit {one.op}: {error!r}")
@@ -218,9 +218,11 @@ class Kind:
     op: Op
     dtype: torch.dtype
     options: Mapping[str, Any]
+    target: Device
 
     def make(self, shape: Shape) -> Make:
-        return partial(self.op.example_with, self.options, shape, self.dtype)
+        example = self.op.example_with
+        return partial(example, self.options, shape, self.dtype, target=self.target)
 
 
 def _families(
@@ -270,6 +272,11 @@ def _resized(kind: Kind, shape: Shape, device: Device, family: str, rows: int) -
         if size.rows == rows and size.problem.family() == family:
             return size
     return None
+
+
+def _rebuilt(op: Op, recorded: Recorded, device: torch.device | str) -> tuple[Any, ...]:
+    args = rebuilt(recorded, device, limits=_limits(op, recorded))
+    return args if op.sound is None else op.sound(*args)
 
 
 def _limits(op: Op, recorded: Recorded) -> dict[int, int]:

@@ -67,5 +67,6 @@ def _like(op: Op, row: Row, device: Device) -> Problem:
     words = _WORD.findall(row.key)
     sizes = [int(value) for name, value in words if value.isdigit() and name != "rows"]
     dtypes = [found for _, value in words if isinstance(found := getattr(torch, value, 0), _DTYPE)]
-    args = op.example((row.hint, *sizes), dtypes[0] if dtypes else torch.bfloat16, "meta")
+    dtype = dtypes[0] if dtypes else torch.bfloat16
+    args = op.example_for(device, (row.hint, *sizes), dtype)
     return op.problem(*args, device=device)

@@ -8,11 +8,11 @@
 // batches of DEPTH chunks in turn, and their sums are added through shared memory, in order. A block does every
 // `workers`-th tile, its loads running ahead from one to the next. Where tiles are few, `shares` blocks share the columns of
 // each: in a CLUSTER, which adds through its shared memory, or where there are none by PARTIAL sums in global memory, which
-// a second kernel adds. SHARED tokens would be read from L2 again for every tile; a block that does several tiles keeps
-// those of its columns where they fit, else they come through two slots.
+// a second kernel adds. Tokens are copied to shared memory: a block that does several tiles keeps those of its columns
+// where they fit, else they come through two slots, once more for every tile.
 //
-// The main loop has 2.2 instructions per weight of a lane at 8 tokens (sm_90a, bf16); memory at its full speed leaves time
-// for 4.4.
+// A chunk takes 76 instructions of a warp at 8 tokens, 83 at 16, 98 at 32 in tiles of two slabs (sm_90a, bf16): 2.4 to 3.1
+// per weight of a lane. Memory at its full speed (H200) leaves time for 4.4.
 //
 // Sums are fp32 in a fixed order, given by the template, `share` and the columns alone: results are the same on every run,
 // and those of a token do not depend on the others.
@@ -131,10 +131,11 @@ struct Ends {
     }
 };
 
-// A batch of a group: where its codes and scales lie in each slab, and how many chunks of it there are.
+// A batch of a group: its first piece in each slab, where codes and scales of that lie, and how many chunks of it there are.
 template <int SLABS>
 struct Batch {
-    const unsigned char *codes[SLABS], *scales[SLABS];
+    unsigned long long piece[SLABS];
+    const unsigned char *codes, *scales;
     unsigned chunks;
 };
 
@@ -171,19 +172,25 @@ __global__ void __launch_bounds__(128 * GROUPS, least_blocks(GROUPS, TOKENS * SL
 #pragma unroll
         for (int s = 0; s < SLABS; s++) {
             // A tile may reach beyond the last slab: what it computes there is not stored.
-            const unsigned long long piece = static_cast<unsigned long long>(min(tile * SLABS + s, p.slabs - 1)) * p.chunks + chunk;
-            batch.codes[s] = p.codes + piece * PIECE_CODES + my_codes;
-            batch.scales[s] = p.scales + piece * PIECE_SCALES + my_scales;
+            batch.piece[s] = static_cast<unsigned long long>(min(tile * SLABS + s, p.slabs - 1)) * p.chunks + chunk;
         }
+        batch.codes = p.codes + batch.piece[0] * PIECE_CODES + my_codes;
+        batch.scales = p.scales + batch.piece[0] * PIECE_SCALES + my_scales;
         return batch;
     };
     // A chunk that is not there keeps what it was: tokens beside it are zeros.
     const auto fetch = [&](int i, const Batch<SLABS>& batch) {
         if (i >= batch.chunks) return;
+        if constexpr (SLABS == 1) {
+            load_weight(codes[i][0], batch.codes + i * PIECE_CODES);
+            load_weight(scales[i][0], batch.scales + i * PIECE_SCALES);
+        } else {
+            // The addresses of both slabs would hold registers that operands need.
 #pragma unroll
-        for (int s = 0; s < SLABS; s++) {
-            load_weight(codes[i][s], batch.codes[s] + i * PIECE_CODES);
-            load_weight(scales[i][s], batch.scales[s] + i * PIECE_SCALES);
+            for (int s = 0; s < SLABS; s++) {
+                load_weight(codes[i][s], p.codes + batch.piece[s] * PIECE_CODES + i * PIECE_CODES + my_codes);
+                load_weight(scales[i][s], p.scales + batch.piece[s] * PIECE_SCALES + i * PIECE_SCALES + my_scales);
+            }
         }
     };
 

@@ -34,16 +34,6 @@ DEVICE void barrier_arrive(unsigned long long* barrier) {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// At the barrier that lies in the same place in block `rank` of the cluster.
-DEVICE void barrier_arrive_remote(unsigned long long* barrier, unsigned rank) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1; mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote]; }" ::"r"(
-                     shared_address(barrier)),
-                 "r"(rank)
-                 : "memory");
-#endif
-}
-
 // ---- copies ----
 
 // 16 bytes, or zeros in their place.
@@ -79,17 +69,6 @@ DEVICE void tensor_copy(void* shared_destination, const TensorMap* map, int colu
                      shared_address(shared_destination)),
                  "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier))
                  : "memory");
-#endif
-}
-
-// The same to the same place in every block of the cluster whose bit of `blocks` is set, with its barrier there.
-DEVICE void tensor_copy_to(unsigned short blocks, void* shared_destination, const TensorMap* map, int column, int row, unsigned long long* barrier) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(
-            shared_address(shared_destination)),
-        "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier)), "h"(blocks)
-        : "memory");
 #endif
 }
 
@@ -174,6 +153,22 @@ DEVICE void load_matrices(unsigned (&out)[4], const void* row) {
 
 DEVICE void load_matrices(unsigned (&out)[2], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(out[0]), "=r"(out[1]) : "r"(shared_address(row)) : "memory");
+}
+
+// The other way, and turned (sm_90): of each matrix a lane gives the pair at row lane / 4, and what was a column of the
+// matrix becomes the row at the address of lane 8 * i + column.
+DEVICE void store_matrices_turned(void* row, const unsigned (&in)[4]) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)), "r"(in[0]), "r"(in[1]),
+                 "r"(in[2]), "r"(in[3])
+                 : "memory");
+#endif
+}
+
+DEVICE void store_matrices_turned(void* row, const unsigned (&in)[2]) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(shared_address(row)), "r"(in[0]), "r"(in[1]) : "memory");
+#endif
 }
 
 // d (16 x 8) += a (16 x 16) times b (16 x 8). With g = lane / 4, t = lane % 4: a holds (g, 2t), (g + 8, 2t), (g, 2t + 8),

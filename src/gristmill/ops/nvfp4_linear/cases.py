@@ -56,6 +56,37 @@ def random_weight(
     return Weight(codes.to(device), scales.to(device), row_scale.to(device), layout, columns)
 
 
+def sound_scales(scales: torch.Tensor, layout: str) -> torch.Tensor:
+    """Of random bytes, where they lie: in fragments not all are scales. From 2^-3 to 448, too."""
+    if layout == FRAGMENTS:
+        first, last = (-3 + 20) << 3, (8 + 20) << 3 | 6
+        scales.remainder_(last - first + 1).add_(first)
+    return scales
+
+
+def sound_forward(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    row_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    layout: str,
+    *options: Any,
+) -> Arguments:
+    return x, codes, sound_scales(scales, layout), row_scale, bias, layout, *options
+
+
+def sound_backward(
+    dy: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    row_scale: torch.Tensor,
+    layout: str,
+    *options: Any,
+) -> Arguments:
+    return dy, codes, sound_scales(scales, layout), row_scale, layout, *options
+
+
 def forward_cost(
     x: torch.Tensor,
     codes: torch.Tensor,

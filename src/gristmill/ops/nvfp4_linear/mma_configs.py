@@ -29,7 +29,7 @@ _RESERVED = 1024  # bytes of shared memory that the system takes of every block
 _SHAPES = {
     8: ((1, 4, 8), (1, 2, 8), (2, 4, 4), (2, 2, 4), (1, 4, 4)),
     16: ((1, 4, 8), (1, 2, 8), (2, 3, 4), (2, 2, 4), (1, 4, 4)),
-    32: ((2, 3, 4), (2, 2, 4), (1, 4, 4)),
+    32: ((2, 3, 4), (2, 2, 4), (1, 3, 4)),
     64: ((2, 2, 4), (2, 2, 2), (1, 2, 4), (1, 2, 2)),
 }
 _SHARES = (1, 2, 4, 8)
@@ -139,8 +139,10 @@ def _fitting(tokens: int, problem: Problem) -> Iterator[MmaConfig]:
     for slabs, groups, depth in _SHAPES[tokens]:
         for count in _SHARES:
             config = MmaConfig(tokens, slabs, groups, depth, count, partial and count > 1)
-            # A share has something for every group; without any, a block has it all.
-            if count > 1 and chunks < count * groups:
+            # Every group of every share has something to do; else a block has it all.
+            if count > 1 and (
+                chunks < count * groups or (count - 1) * -(-chunks // count) >= chunks
+            ):
                 continue
             if Slots(1, 2).bytes(config) <= device.shared_per_block:
                 yield config

@@ -188,6 +188,8 @@ NVFP4_LINEAR = Op(
     gradient=Gradient(_save, _backward),
     autocast=_autocast,
     autocast_keys=AUTOCAST_KEYS,
+    laid_out=True,
+    sound=cases.sound_forward,
     function=linear,
     adapt=_arguments,
 )
@@ -219,6 +221,8 @@ NVFP4_LINEAR_BACKWARD = Op(
     gradient=no_second_gradient(
         "nvfp4_linear_backward", "torch.nn.functional.linear over nvfp4.dequantize"
     ),
+    laid_out=True,
+    sound=cases.sound_backward,
     autocast=as_it_is,
     autocast_keys=AUTOCAST_KEYS,
 )

@@ -80,7 +80,7 @@ class Wgmma(Variant):
         types = (TYPES[str(problem.dtype("x"))], TYPES[str(problem.dtype("out"))])
         sizes = (
             *(whole.tokens, config.row_groups, config.k_groups, whole.depth, whole.stages),
-            *(config.split, config.shared_by, whole.blocks),
+            *(config.split, whole.blocks),
         )
         return Program(SOURCE, (f"nvfp4_wgmma<{','.join(map(str, (*types, *sizes)))}>",))
 
@@ -90,26 +90,26 @@ class Wgmma(Variant):
         index, columns = device.index, problem.dim("K")
         whole = self._cut(problem, config)
         program = self.program(problem, config)
+        tiles = whole.units
         # The producer of a split takes no part in the meetings of its cluster: one tile each.
-        clusters = whole.units
         if config.persistent and config.split == 1:
-            clusters = min(whole.units, self._resident(problem, whole, program))
+            per_sm = launch.resident_blocks(program, index, whole.threads, whole.shared)
+            tiles = min(tiles, per_sm * device.multiprocessors)
         start = launch.prepare(
             launch.KernelCall(
                 program,
                 program.names[0],
-                grid=clusters * whole.cluster,
+                grid=tiles * config.split,
                 block=whole.threads,
                 shared=whole.shared,
                 params=PARAMS,
-                cluster=whole.cluster,
+                cluster=config.split,
                 dependent=True,
             ),
             index,
         )
         dtype = str(problem.dtype("x"))
-        box = (whole.tokens // config.shared_by, CHUNK)
-        map_at = maps_of_rows(dtype, 2, columns, tokens, details.x_stride, box)
+        map_at = maps_of_rows(dtype, 2, columns, tokens, details.x_stride, (whole.tokens, CHUNK))
         sizes = (
             *(BIAS_KINDS[details.bias], tokens, rows, whole.slabs, whole.chunks),
             *(whole.share, config.prefetched, whole.token_tiles, whole.row_units, config.group),
@@ -158,13 +158,3 @@ class Wgmma(Variant):
         if found.reason is not None:
             raise DriverError(f"{self.name}: no launch by {config}: {found.reason}")
         return found
-
-    def _resident(self, problem: Problem, whole: Cut, program: Program) -> int:
-        """Clusters that the device runs at once."""
-        index = problem.device.index
-        if whole.cluster > 1:
-            return launch.resident_clusters(
-                program, index, whole.threads, whole.shared, whole.cluster
-            )
-        per_sm = launch.resident_blocks(program, index, whole.threads, whole.shared)
-        return per_sm * problem.device.multiprocessors

@@ -11,7 +11,7 @@ import torch
 
 from gristmill.errors import ArgumentError
 from gristmill.formats.nvfp4.tensor import BLOCK
-from gristmill.ops.nvfp4_linear.cases import layout_on, packed_bytes, random_weight
+from gristmill.ops.nvfp4_linear.cases import layout_on, packed_bytes, random_weight, sound_scales
 from gristmill.ops.nvfp4_moe.semantics import Call
 from gristmill.ops.op import Arguments, Case, Cost
 
@@ -34,6 +34,14 @@ def _cost(call: Call, times: int) -> Cost:
     moved = (1 + times) * x.numel() * x.element_size() + used
     products = 3 * call.intermediate * x.shape[1]
     return Cost(moved, times * 2 * slots * products)
+
+
+def sound(*args: Any) -> Arguments:
+    """Arguments of random bytes, forward or backward, with scales that are some."""
+    *_, w13_scales, _, _, w2_scales, _, _, _, _, _, _, layout = args
+    for scales in (w13_scales, w2_scales):
+        sound_scales(scales, layout)
+    return args
 
 
 def sizes_of(shape: tuple[int, ...]) -> tuple[int, int, int, int, int]:

@@ -236,6 +236,8 @@ NVFP4_MOE = Op(
     gradient=Gradient(_save, _backward),
     autocast=_autocast,
     autocast_keys=AUTOCAST_KEYS,
+    laid_out=True,
+    sound=cases.sound,
     function=moe,
     adapt=_arguments,
 )
@@ -268,6 +270,8 @@ NVFP4_MOE_BACKWARD = Op(
     gradient=no_second_gradient(
         "nvfp4_moe_backward", "torch.nn.functional.linear over nvfp4.dequantize"
     ),
+    laid_out=True,
+    sound=cases.sound,
     autocast=as_it_is,
     autocast_keys=AUTOCAST_KEYS,
 )
