@@ -11,6 +11,7 @@ from conformance_helpers import allowed, composed, copied, run_by
 from conformance_truth import Truth, results_of, truth_of
 
 from gristmill.errors import CompileError, DriverError
+from gristmill.ops.nvfp4_common import Weight
 from gristmill.ops.op import Op
 from gristmill.ops.registry import OPS
 from gristmill.select import KNOWN, Problem, Variant
@@ -58,9 +59,31 @@ def _limits(op: Op, args: tuple[Any, ...], truths: list[Truth]) -> list[float]:
     if not any(variant.name.startswith("triton") for variant in op.variants):
         return limits
     own = copied(args)
-    results = results_of(op.name, own, run_by(op, "library", own))
+    found = _one_sum(own) if op.name == "nvfp4_linear" else run_by(op, "library", own)
+    results = results_of(op.name, own, found)
     pairs = zip(limits, truths, results, strict=True)
     return [max(limit, 2 * truth.roundings(result)) for limit, truth, result in pairs]
+
+
+def _one_sum(args: tuple[Any, ...]) -> torch.Tensor:
+    """nvfp4_linear by torch's product of so many rows that it does not split its sums.
+
+    Those of few rows are split into several, which are cut off less often.
+    """
+    x, codes, scales, row_scale, _, layout, _, _ = args
+    weight = Weight(codes, scales, row_scale, layout, x.shape[-1]).blocks(x.dtype)
+    many = x.repeat(-(-2048 // len(x)), 1)
+    total = torch.mm(many, weight.t(), **_WIDE if x.dtype != torch.float32 else {})[: len(x)]
+    return (total * row_scale).to(x.dtype)
+
+
+_WIDE: dict[str, Any] = {"out_dtype": torch.float32}
+
+
+def _example(op: Op, shape: tuple[int, int], dtype: torch.dtype, device: str) -> tuple[Any, ...]:
+    rows, columns = shape
+    whole = op.name.startswith("nvfp4")  # whose columns come in blocks of 16
+    return op.example((rows, -(-columns // 16) * 16 if whole else columns), dtype, device)
 
 
 @pytest.mark.gpu
@@ -69,7 +92,7 @@ def _limits(op: Op, args: tuple[Any, ...], truths: list[Truth]) -> list[float]:
 @pytest.mark.parametrize("op", TUNED_OPS)
 def test_every_launch_is_right(op: Op, shape: tuple[int, int], dtype: torch.dtype) -> None:
     torch.manual_seed(5)
-    args = op.example(shape, dtype, "cuda")
+    args = _example(op, shape, dtype, "cuda")
     problem = op.problem(*args)
     truths = truth_of(op.name, args)
     limits = _limits(op, args, truths)

@@ -54,7 +54,7 @@ class Kernel:
     @property
     def raised(self) -> bool:
         """Whether the producer is a warpgroup that gives registers to the others."""
-        return self.tokens > 128 or (self.tokens == 128 and self.groups > 3)
+        return self.tokens > 128
 
     @property
     def threads(self) -> int:
@@ -80,7 +80,8 @@ KERNELS = (
     Kernel(64, 2, depth=3, stages=3),  # an odd number of pieces
     Kernel(96, 1, depth=2),
     Kernel(128, 2, stages=3, x=F16, out=F32),
-    Kernel(128, 4),  # the producer gives registers away
+    Kernel(96, 3),
+    Kernel(192, 3),  # the producer gives registers away
     Kernel(192, 1),
     Kernel(256, 1),
     Kernel(256, 2),

@@ -16,9 +16,7 @@
 //
 // Sums are fp32 in a fixed order, given by the template, `share` and the columns alone: results are the same on every run,
 // and those of a token do not depend on the others.
-#include "nvfp4.cuh"
-
-enum BiasKind { NO_BIAS = 0, FP32_BIAS = 1, BF16_BIAS = 2, F16_BIAS = 3 };
+#include "nvfp4_results.cuh"
 
 struct MmaParams {
     const unsigned char* codes;
@@ -69,23 +67,6 @@ DEVICE void load_weight(uint2& out, const void* pointer) {
 }
 #endif
 
-DEVICE float bias_at(const MmaParams& p, unsigned row) {
-    unsigned word = 0;
-    if (p.bias_kind == NO_BIAS) return 0.0f;
-    if (p.bias_kind == FP32_BIAS) {
-        load_global<4>(&word, static_cast<const float*>(p.bias) + row);
-        return __uint_as_float(word);
-    }
-    load_global<2>(&word, static_cast<const bf16*>(p.bias) + row);
-    return p.bias_kind == BF16_BIAS ? bf16_to_float(word) : f16_to_float(word);
-}
-
-DEVICE void load_four(float (&out)[4], const float* from) {
-    const uint4 words = *reinterpret_cast<const uint4*>(from);
-    out[0] = __uint_as_float(words.x), out[1] = __uint_as_float(words.y);
-    out[2] = __uint_as_float(words.z), out[3] = __uint_as_float(words.w);
-}
-
 // What sums of four rows are multiplied by, and what is added to them.
 template <class X>
 struct Ends {
@@ -104,9 +85,7 @@ struct Ends {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             if (i >= there) continue;
-            unsigned word;
-            load_global<4>(&word, p.row_scale + row + i);
-            factor[i] = __uint_as_float(word) * restored<X>();
+            factor[i] = factor_at<X>(p, row + i);
             shift[i] = bias_at(p, row + i);
         }
     }
@@ -116,18 +95,8 @@ struct Ends {
         float values[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) values[i] = i < there ? fmaf(sums[i], factor[i], shift[i]) : 0.0f;
-        Packed<Out, 4> packed;
-        packed.set(values);
         Out* const to = static_cast<Out*>(p.y) + static_cast<unsigned long long>(token) * p.rows + row;
-        if (p.rows % 4 == 0 && there) {
-            store_global<4 * sizeof(Out)>(to, packed.words);
-        } else {
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const unsigned bits = packed.bits(i);
-                if (i < there) store_global<sizeof(Out)>(to + i, &bits);
-            }
-        }
+        store_four(to, values, there, p.rows % 4 == 0);
     }
 };
 

@@ -96,7 +96,7 @@ DEVICE unsigned multiply_pair(unsigned a, unsigned b) {
 #if __CUDA_ARCH__ >= 900
 #define MULTIPLY_BF16(HALVES) MULTIPLY("mul.rn.bf16x2 %0, %1, both", HALVES)
 #else
-#define MULTIPLY_BF16(HALVES) MULTIPLY("fma.rn.bf16x2 %0, %1, both, 0x80008000", HALVES)
+#define MULTIPLY_BF16(HALVES) MULTIPLY(".reg .b32 none; mov.b32 none, 0x80008000; fma.rn.bf16x2 %0, %1, both, none", HALVES)
 #endif
     unsigned result;
     if constexpr (IS_BF16<T> && HIGH) MULTIPLY_BF16("{high, high}");
