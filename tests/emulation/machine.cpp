@@ -349,10 +349,3 @@ void bulk_copy(void* destination, const void* source, unsigned bytes, unsigned l
 void bulk_copy_constant(void* destination, const void* source, unsigned bytes, unsigned long long* barrier) {
   start_bulk_copy("bulk_copy_constant", destination, source, bytes, barrier);
 }
-
-void prefetch_constant(const void* source, unsigned bytes) {
-  const auto from = reinterpret_cast<unsigned long long>(source);
-  if (from % 16 != 0 || bytes % 16 != 0 || bytes == 0)
-    fail("prefetch_constant of %u bytes from %#llx: both must be multiples of 16", bytes, from);
-  check_constant("prefetch_constant", from, bytes);
-}

@@ -166,13 +166,6 @@ __global__ void fill_aligned(const Params p) {
     shared[threadIdx.x + (p.value == 1)] = 1;
 }
 
-// `count` bytes from `column` on, before the previous grid is done.
-__global__ void prefetch(const Params p) {
-    prefetch_constant(static_cast<const char*>(p.in) + p.column, p.count);
-    wait_for_previous_grid();
-    write_word(p, threadIdx.x, 5);
-}
-
 // ---- words ----
 
 template <class T, bool HIGH>

@@ -24,7 +24,6 @@ KERNELS = (
     "copy_box",
     "read_next",
     "fill_aligned",
-    "prefetch",
     *(f"multiply_pairs<{name},{high}>" for name in TYPES for high in ("false", "true")),
     "change_words",
     "load_rows<2>",

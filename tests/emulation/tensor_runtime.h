@@ -17,7 +17,6 @@ void barrier_arrive(unsigned long long* barrier);
 void copy_async_or_zero(void* shared_destination, const void* source, bool there);
 void copy_async_commit();
 void bulk_copy_constant(void* shared_destination, const void* source, unsigned bytes, unsigned long long* barrier);
-void prefetch_constant(const void* source, unsigned bytes);
 void tensor_copy(void* shared_destination, const TensorMap* map, int column, int row, unsigned long long* barrier);
 void load_remote(float (&out)[4], const float* address, unsigned rank);
 

@@ -184,13 +184,6 @@ def test_what_is_written_past_aligned_shared_memory_is_told(tensor_lab: Lab) -> 
         tensor_lab.run("fill_aligned", words(1), unset(1), value=1, shared=32)
 
 
-def test_constants_may_be_prefetched(tensor_lab: Lab) -> None:
-    source, out = words(256), unset(32)
-    traffic = tensor_lab.run("prefetch", source, out, column=64, count=960, dependent=True)
-    assert (out == 5).all()
-    assert (traffic.loaded, traffic.bulk) == (0, 0)
-
-
 BOX = {"map": 1, "count": 2048, "shared": 3072}
 
 
@@ -220,8 +213,6 @@ BOX = {"map": 1, "count": 2048, "shared": 3072}
         ("copy_box", {**BOX, "value": 2, "shared": 4096}, "not a multiple of 1024"),
         ("copy_box", {**BOX, "shared": 2048}, "leaves the shared memory"),
         ("copy_box", {**BOX, "map": 0}, "not made by tensor_map"),
-        ("prefetch", {"column": 64, "count": 8192, "dependent": 1}, "64 bytes past the end"),
-        ("prefetch", {"column": 8, "count": 64, "dependent": 1}, "multiples of 16"),
         ("read_next", {"value": 2, "grid": 2, "cluster": 2, "shared": 512}, "rank 2 of a cluster"),
         ("read_next", {"value": 3, "shared": 1024}, "four aligned floats"),
         ("read_next", {"value": 4, "grid": 2, "cluster": 2, "shared": 512}, "which has ended"),

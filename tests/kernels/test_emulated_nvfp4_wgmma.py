@@ -33,7 +33,7 @@ from nvfp4_wgmma_cases import (
 from gristmill.formats.nvfp4 import fragments
 
 BIAS_KINDS = {None: 0, F32: 1, BF16: 2, F16: 3}
-PARAMS = struct.Struct("@128sQQQQQiIIIIIIIII")
+PARAMS = struct.Struct("@128sQQQQQiIIIIIIII")
 ORDERS = (0, 1, 2)
 
 
@@ -54,7 +54,6 @@ class Lab:
         *,
         clusters: int | None = None,
         group: int = 2,
-        prefetched: int = 3,
         order: int = 0,
         dependent: bool = True,
         short: int = 0,
@@ -79,7 +78,7 @@ class Lab:
             0 if bias is None else bias.data_ptr(),
             y.data_ptr(),
             BIAS_KINDS[None if bias is None else bias.dtype],
-            *(tokens, rows, slabs, chunks, share, prefetched, token_tiles, row_units, group),
+            *(tokens, rows, slabs, chunks, share, token_tiles, row_units, group),
         )
         traffic = self.emulator.launch(
             kernel.program,

@@ -54,7 +54,6 @@ def _some(configs: tuple[WgmmaConfig, ...]) -> list[WgmmaConfig]:
     kinds = (
         lambda one: one.split > 1,
         lambda one: one.persistent,
-        lambda one: one.prefetched > 0,
     )
     special = [next(filter(kind, configs), configs[0]) for kind in kinds]
     return list(dict.fromkeys([*configs[:2], *special]))

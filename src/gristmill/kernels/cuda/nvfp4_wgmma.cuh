@@ -11,8 +11,7 @@ struct WgmmaParams {
     void* y;       // (tokens, rows), contiguous
     int bias_kind;
     unsigned tokens, rows, slabs, chunks;
-    unsigned share;        // chunks for each block of a SPLIT
-    unsigned prefetched;   // chunks that are fetched into L2, beyond those in the ring, while the previous kernel still runs
+    unsigned share;   // chunks for each block of a SPLIT
     unsigned token_tiles, row_units, group;   // tiles, and how many token tiles go side by side
 };
 

@@ -55,13 +55,6 @@ DEVICE void bulk_copy_constant(void* shared_destination, const void* source, uns
     bulk_copy(shared_destination, source, bytes, barrier);
 }
 
-// Has them fetched into L2, and waits for nothing.
-DEVICE void prefetch_constant(const void* source, unsigned bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
-#endif
-}
-
 // The box of the map at (column, row) of its tensor; what lies outside of that is zeros.
 DEVICE void tensor_copy(void* shared_destination, const TensorMap* map, int column, int row, unsigned long long* barrier) {
 #if __CUDA_ARCH__ >= 900

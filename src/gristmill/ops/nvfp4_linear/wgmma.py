@@ -24,8 +24,8 @@ TYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "float"}
 BIAS_KINDS = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
 # WgmmaParams: the map of x; codes, scales, row_scale, bias, y; bias_kind; tokens, rows, slabs,
-# chunks; share, prefetched; token_tiles, row_units, group; up to a multiple of its alignment.
-PARAMS = struct.Struct("<128s 5Q i 4I 2I 3I 48x".replace(" ", ""))
+# chunks; share; token_tiles, row_units, group; up to a multiple of its alignment.
+PARAMS = struct.Struct("<128s 5Q i 4I I 3I 52x".replace(" ", ""))
 _MOST_UNITS = 2**31 - 1
 
 
@@ -112,7 +112,7 @@ class Wgmma(Variant):
         map_at = maps_of_rows(dtype, 2, columns, tokens, details.x_stride, (whole.tokens, CHUNK))
         sizes = (
             *(BIAS_KINDS[details.bias], tokens, rows, whole.slabs, whole.chunks),
-            *(whole.share, config.prefetched, whole.token_tiles, whole.row_units, config.group),
+            *(whole.share, whole.token_tiles, whole.row_units, config.group),
         )
         stream = launch.current_stream
 

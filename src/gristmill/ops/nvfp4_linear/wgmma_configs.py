@@ -13,7 +13,7 @@ from gristmill.select.problem import Problem
 TOKENS = (8, 16, 32, 64, 96, 128, 192, 256)  # that a tile can have
 SLAB = CHUNK = 64  # rows and columns of a piece
 PIECE_BYTES = 2048 + 256  # codes and scales
-CANDIDATES = 16  # worth timing for one problem
+CANDIDATES = 12  # worth timing for one problem
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,7 @@ class WgmmaConfig:
 
     `tokens` is the most that a tile may have: with fewer rows it has as few as hold them all.
     `blocks` is how many shall fit on an SM, if shared memory allows it. `persistent`: as many
-    blocks as run at once, each with tile after tile. `prefetched` chunks of its first tile are
-    fetched into L2 ahead by each block, `group` token tiles go side by side.
+    blocks as run at once, each with tile after tile. `group` token tiles go side by side.
     """
 
     tokens: int
@@ -34,7 +33,6 @@ class WgmmaConfig:
     split: int = 1
     blocks: int = 1
     persistent: bool = False
-    prefetched: int = 0
     group: int = 4
 
 
@@ -143,8 +141,8 @@ def _shared(config: WgmmaConfig, tokens: int, depth: int, stages: int) -> int:
 # ones were timed (H200, bf16, weights of 4096x4096, 8192x8192, 28672x4096 and 57344x8192).
 Shape = tuple[int, int, int, int, int]
 _FEW: tuple[Shape, ...] = (
-    *((1, 1, 4, 4, 4), (1, 1, 4, 3, 5), (1, 1, 8, 2, 4), (1, 2, 4, 6, 2), (1, 2, 8, 4, 1)),
-    *((1, 4, 8, 4, 1), (1, 2, 8, 3, 2), (2, 1, 2, 4, 3), (2, 2, 4, 3, 1)),
+    *((1, 1, 4, 4, 3), (1, 1, 4, 3, 5), (1, 1, 4, 4, 4), (1, 2, 8, 3, 2), (1, 2, 4, 4, 3)),
+    *((1, 2, 4, 6, 2), (1, 2, 8, 4, 1), (2, 1, 4, 4, 2), (2, 1, 2, 4, 3), (1, 4, 8, 4, 1)),
 )
 _SOME: tuple[Shape, ...] = (
     (1, 1, 2, 4, 4),
@@ -193,30 +191,27 @@ def _all(rows: int) -> Iterator[WgmmaConfig]:
 
 
 def _ways(whole: Cut, device: Device) -> Iterator[WgmmaConfig]:
-    """The launches of a cut: tile after tile in as many blocks as fit, weights fetched ahead."""
+    """The launches of a cut: a block for each tile, or as many as fit, with tile after tile."""
     config, room = whole.config, device.multiprocessors * whole.blocks
     if config.split > 1 and whole.units * config.split > 4 * room:
         return  # there is enough to do for everybody
     yield config
     if config.split == 1 and whole.units > room and whole.tokens >= 64:
         yield replace(config, persistent=True)
-    # In one pass, and little enough for L2: more of the weight may come before the tokens.
-    if whole.tokens <= 32 and whole.units * config.split <= room and whole.chunks <= 64:
-        yield replace(config, prefetched=32)
 
 
-# Cycles of an SM for a piece of the weight by what limits them, and microseconds. Fitted to 1500
-# launches on an H200, 84 products by M = 1 to 4096: it picks launches 1.2% slower than the best of
-# them in the mean, 18% at worst (192 tokens by 2112x7168).
+# Cycles of an SM for a piece of the weight by what limits them, and microseconds. Fitted to 1200
+# launches on an H200, of 84 products with M = 1 to 4096: the one that it puts first is 2.8% slower
+# than the best in the mean, 27% at worst (128 tokens by 24576x1536). The parts explain nothing.
 _CLOCK = 1750.0  # per microsecond
-_ISSUE, _ISSUE_TOKEN = 110.6, 1.06
-_TENSOR_TOKEN = 1.86
-_WAIT, _WAIT_TOKEN = 63.7, 1.72  # of a warpgroup that is alone
-_PASS, _EPILOGUE = 2.1, 19.7
-_SPLIT, _SPLIT_TOKEN, _SPLIT_FURTHER = 0.78, 0.0015, 2.36
-_BANDWIDTH = 5.26e6  # bytes per microsecond, if nothing else took time
-_TOKENS_FROM_L2 = 0.145  # of what an SM fetches again, the part that is felt
-_OVERLAP = 0.476  # of the shorter of memory and arithmetic, the part that is not hidden
+_ISSUE, _ISSUE_TOKEN = 122.7, 1.305
+_TENSOR_TOKEN = 2.236
+_WAIT, _WAIT_TOKEN = 199.7, 0.971  # of a warpgroup that is alone
+_PASS, _EPILOGUE = 1.822, 7.695
+_SPLIT, _SPLIT_TOKEN, _SPLIT_FURTHER = 0.43, 0.00708, 3.303
+_BANDWIDTH = 12.0e6  # bytes per microsecond, if nothing else took time
+_TOKENS_FROM_L2 = 0.324  # of what an SM fetches again, the part that is felt
+_OVERLAP = 0.4246  # of the shorter of memory and arithmetic, the part that is not hidden
 
 
 def estimate(whole: Cut, device: Device) -> float:
