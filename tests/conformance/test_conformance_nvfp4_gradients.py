@@ -344,3 +344,24 @@ def test_the_reference_under_autocast_stays_precise(device: str) -> None:
         expected = linear_of(*args)
         with torch.autocast(device, dtype=BF16):
             assert same_bits(linear_of(*args), expected)
+
+
+@pytest.mark.parametrize("leading", [(), (4,), (2, 3)], ids=str)
+def test_the_bias_of_a_weight_without_rows_has_a_gradient(leading: tuple[int, ...]) -> None:
+    weight = random_weight((0, 32), "cpu")
+    x = torch.randn(*leading, 32, requires_grad=True)
+    bias = torch.zeros(0, requires_grad=True)
+    linear_of(x, *weight[:3], bias).sum().backward()
+    assert bias.grad is not None
+    assert bias.grad.shape == (0,)
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.zeros_like(x))
+
+
+def test_row_scales_of_zero_and_of_the_smallest_numbers() -> None:
+    """Their share of the largest one is a number, and together they are what they were."""
+    for sizes in ([0.0, 0.0], [2.0**-149, 0.0], [2.0**-130, 2.0**-149], [-2.0, 1.0]):
+        weight = random_weight((2, 32), "cpu")._replace(row_scale=torch.tensor(sizes))
+        part, top = weight.levelled()
+        assert part.abs().max() <= 1
+        assert (part.double() * top.double()).tolist() == sizes

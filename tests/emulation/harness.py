@@ -87,11 +87,12 @@ def tensor_map(
     """
     rows, columns = tensor.shape
     size, box = tensor.element_size(), (box_rows, box_columns)
-    map_at = maps_of_rows("", size, columns, rows, tensor.stride(0), box, swizzle=swizzle)
+    map_at = maps_of_rows(0, "", size, columns, rows, tensor.stride(0), box, swizzle=swizzle)
     return map_at(tensor.data_ptr())
 
 
 def maps_of_rows(
+    device_index: int,
     dtype: str,
     itemsize: int,
     columns: int,

@@ -161,11 +161,62 @@ def test_any_strides() -> None:
     assert same(PackedNVFP4(wide, p.scales, p.row_scale, "fragments", 208).unpack(), p.unpack())
 
 
+@pytest.mark.parametrize("offset", [1, 4, 8])
+def test_packed_bytes_may_begin_anywhere(offset: int) -> None:
+    p = packed(weight(2, 65, 80))
+    moved = [
+        torch.empty(part.numel() + offset, dtype=torch.uint8)[offset:].view(part.shape).copy_(part)
+        for part in (p.codes, p.scales)
+    ]
+    q = PackedNVFP4(*moved, p.row_scale, "fragments", 80)
+    assert torch.equal(dequantize(q), dequantize(p))
+    assert same(q.unpack(), p.unpack())
+    rows = fragments.unpack(*moved, 65, 80)  # as where torch traces
+    assert same(NVFP4Tensor(*rows, q.row_scale), p.unpack())
+
+
+def test_kernels_are_given_aligned_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def by_kernel(function: str, *parts: torch.Tensor) -> bool:
+        seen.extend(part.data_ptr() % 16 for part in parts[2:])
+        return False
+
+    monkeypatch.setattr(packing, "_by_kernel", by_kernel)
+    p = weight(64, 64).prepare("sm_90a")
+    odd = [
+        torch.empty(part.numel() + 8, dtype=torch.uint8)[8:].view(part.shape).copy_(part)
+        for part in (p.codes, p.scales)
+    ]
+    packing.unpack(*odd, 64, 64)
+    assert seen == [0] * 4
+
+
+def test_under_vmap() -> None:
+    q = weight(3, 65, 80)
+    one_by_one = packed(q)
+    packs = torch.vmap(fragments.pack)(q.codes, q.scales)
+    assert torch.equal(packs[0], one_by_one.codes)
+    assert torch.equal(packs[1], one_by_one.scales)
+    back = torch.vmap(lambda codes, scales: packing.unpack(codes, scales, 65, 80))(*packs)
+    assert same(NVFP4Tensor(*back, q.row_scale), one_by_one.unpack())
+
+
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
         ({"columns": None}, ArgumentError, "columns must be K in layout 'fragments'.* got None"),
+        ({"columns": 80.0}, ArgumentError, "columns must be K in layout 'fragments'.* got 80.0"),
         ({"columns": 72}, ArgumentError, "columns must be a multiple of 16"),
+        (
+            {
+                "columns": -16,
+                "codes": torch.zeros(2, 0, 2048).byte(),
+                "scales": torch.zeros(2, 0, 256).byte(),
+            },
+            ArgumentError,
+            "columns must be a multiple of 16 .* got -16",
+        ),
         (
             {"columns": 64},
             ArgumentError,

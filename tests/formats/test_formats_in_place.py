@@ -65,7 +65,9 @@ def test_in_place_where_nothing_changes() -> None:
 
 
 @pytest.mark.parametrize("scratch", [1, 3000, 16 << 20])
-@pytest.mark.parametrize("shape", [(256, 128), (3, 128, 64), (100, 64), (128, 48)])
+@pytest.mark.parametrize(
+    "shape", [(256, 128), (3, 128, 64), (100, 64), (128, 48), (128, 0), (0, 64), (0, 128, 64)]
+)
 def test_tiles_in_place(
     shape: tuple[int, ...], scratch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

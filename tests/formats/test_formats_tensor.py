@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from gristmill.errors import ArgumentError, DtypeError
 from gristmill.formats.nvfp4 import NVFP4Tensor, PackedNVFP4, dequantize, e2m1, quantize
+from gristmill.formats.nvfp4.tensor import arch_of
 
 E4M3 = torch.float8_e4m3fn
 
@@ -167,6 +168,24 @@ def test_an_unknown_layout_is_refused(layout: Any) -> None:
         packed.unpack()
     with pytest.raises(ArgumentError, match=f"dequantize: the {told}"):
         dequantize(packed)
+
+
+@pytest.mark.parametrize("name", ["scales", "row_scale"])
+@pytest.mark.parametrize("arch", ["cpu", "sm_100a"])
+def test_parts_that_do_not_fit_together_have_no_values(arch: str, name: str) -> None:
+    """Those of one row would be spread over all, and nobody the wiser."""
+    parts = vars(weight(128, 64, per_row=True).prepare(arch))
+    wrong = PackedNVFP4(**{**parts, name: parts[name][:1]})
+    for values in (dequantize, PackedNVFP4.unpack):
+        with pytest.raises(ArgumentError, match=r"must have shape|bytes in tiles"):
+            values(wrong)
+
+
+def test_rocm_is_no_architecture_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its devices are called "cuda" as well, and gfx942 has the capability 9.4."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
+    assert arch_of(torch.device("cuda", 0)) == "cpu"
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])

@@ -13,6 +13,8 @@ typedef struct { uint32_t grid[3], block[3], shared; void* stream; Attribute* at
 struct { uint32_t grid, block, shared, count; uint64_t stream, function, context; Attribute attributes[4]; unsigned char params[64]; } last;
 int launches, loads, pushes, pops, next_result, parameter_bytes = 32, largest_shared, nonportable, shared_settings;
 int separate, separate_sizes[16];  // a kernel of several parameters, as Triton makes them; 0: one struct
+struct { uint64_t address, dims[2], stride, context; uint32_t type, rank, box[2], steps[2], interleave, swizzle, promotion, fill; } last_map;
+int maps;
 int mixed;  // launches whose parameter, four words that should be equal, was or became something else
 
 
@@ -85,6 +87,18 @@ int cuLaunchKernelEx(const Config* config, uint64_t function, void** params, voi
         to += size;
     }
     __sync_fetch_and_add(&launches, 1);
+    return SUCCESS;
+}
+int cuTensorMapEncodeTiled(unsigned char* map, int type, uint32_t rank, uint64_t address, const uint64_t* dims, const uint64_t* strides,
+                           const uint32_t* box, const uint32_t* steps, int interleave, int swizzle, int promotion, int fill) {
+    if (next_result) { int result = next_result; next_result = 0; return result; }
+    if (!current()) return INVALID_CONTEXT;
+    if ((uintptr_t)map % 64 || address % 16 || strides[0] % 16 || rank != 2) return INVALID_VALUE;
+    last_map.address = address; last_map.stride = strides[0]; last_map.context = current(); last_map.type = type; last_map.rank = rank;
+    for (int i = 0; i < 2; i++) { last_map.dims[i] = dims[i]; last_map.box[i] = box[i]; last_map.steps[i] = steps[i]; }
+    last_map.interleave = interleave; last_map.swizzle = swizzle; last_map.promotion = promotion; last_map.fill = fill;
+    maps++;
+    for (int i = 0; i < 128; i++) map[i] = i + maps;
     return SUCCESS;
 }
 

@@ -24,6 +24,7 @@ from gristmill.errors import ArgumentError, DriverError
 from gristmill.jit import counters
 from gristmill.jit.kernel import kernel
 from gristmill.jit.program import Program
+from gristmill.jit.tensor_map import maps_of_rows
 
 fake = ctypes.CDLL("libcuda.so.1")
 
@@ -38,6 +39,17 @@ class Last(ctypes.Structure):
     )
 
 last = Last.in_dll(fake, "last")
+
+class LastMap(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_uint64 * count) for name, count in (("address", 1), ("dims", 2))),
+        *((name, ctypes.c_uint64) for name in ("stride", "context")),
+        *((name, ctypes.c_uint32) for name in ("type", "rank")),
+        *((name, ctypes.c_uint32 * 2) for name in ("box", "steps")),
+        *((name, ctypes.c_uint32) for name in ("interleave", "swizzle", "promotion", "fill")),
+    ]
+
+last_map = LastMap.in_dll(fake, "last_map")
 
 def number(name):
     return ctypes.c_int.in_dll(fake, name)
@@ -226,6 +238,69 @@ threads = [threading.Thread(target=work, args=(value,)) for value in range(1, 5)
 assert (number("launches").value, number("mixed").value) == (12000, 0)
 launch(0, 1, 1, 1, 2)
 assert number("mixed").value == 1  # so the fake does notice
+""")
+
+
+def test_a_tensor_map_hands_over_everything(run) -> None:
+    run("""
+fake.cuCtxSetCurrent(ctypes.c_uint64(0xC0))
+map_at = maps_of_rows(0, "bfloat16", 2, 4096, 70, 5000, (32, 64))
+assert map_at(0x7F0000000010) == bytes(range(1, 129))
+assert last_map.address[0] == 0x7F0000000010
+assert (list(last_map.dims), last_map.stride) == ([4096, 70], 10000)
+assert (list(last_map.box), list(last_map.steps)) == ([64, 32], [1, 1])
+# bf16; not interleaved, 128-byte swizzle, lines of 256 bytes, zeros outside
+assert (last_map.type, last_map.rank) == (9, 2)
+assert (last_map.interleave, last_map.swizzle) == (0, 3)
+assert (last_map.promotion, last_map.fill) == (3, 0)
+maps_of_rows(0, "float16", 2, 64, 1, 64, (8, 64))(16)
+assert last_map.type == 6
+""")
+
+
+def test_tensor_maps_are_remembered_but_not_without_end(run) -> None:
+    run("""
+fake.cuCtxSetCurrent(ctypes.c_uint64(0xC0))
+map_at = maps_of_rows(0, "float16", 2, 64, 8, 64, (8, 64))
+first = map_at(16)
+assert map_at(16) is first and number("maps").value == 1
+assert map_at(32) != first and number("maps").value == 2
+assert map_at(16) is first and number("maps").value == 2
+made = [map_at(address) for address in range(16, 16 * 1001, 16)]
+assert number("maps").value == 1000
+assert map_at(16000) is made[-1] and number("maps").value == 1000
+assert map_at(16) is not first and number("maps").value == 1001
+# Another shape at the same address has another map.
+other = maps_of_rows(0, "float16", 2, 128, 8, 128, (8, 64))
+assert other(16000) != map_at(16000) and list(last_map.dims) == [128, 8]
+""")
+
+
+def test_a_thread_without_a_context_makes_tensor_maps(run) -> None:
+    run("""
+map_at = maps_of_rows(1, "float16", 2, 64, 8, 64, (8, 64))
+made = []
+thread = threading.Thread(target=lambda: made.append(map_at(16)))
+thread.start()
+thread.join()
+assert made == [bytes(range(1, 129))] and last_map.context == 0xC1
+""")
+
+
+def test_errors_of_a_tensor_map_are_named_and_not_sticky(run) -> None:
+    run("""
+fake.cuCtxSetCurrent(ctypes.c_uint64(0xC0))
+map_at = maps_of_rows(0, "float16", 2, 64, 8, 72, (8, 64))
+number("next_result").value = 1
+with pytest.raises(DriverError, match="tensor map of 8 rows of 64 float16 at 0x10, 72") as caught:
+    map_at(16)
+assert (caught.value.code, caught.value.name) == (1, "CUDA_ERROR_INVALID_VALUE")
+assert map_at(16) == bytes(range(1, 129))
+# A context of another device is left alone.
+number("next_result").value = 201
+with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_CONTEXT"):
+    map_at(32)
+assert number("maps").value == 1
 """)
 
 

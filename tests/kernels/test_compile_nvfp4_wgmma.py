@@ -15,7 +15,7 @@ import pytest
 import torch
 from nvfp4_wgmma_cases import EVERY, Kernel
 
-from gristmill.errors import CompilerUnavailable
+from gristmill.errors import CompilerUnavailable, DriverError
 from gristmill.jit import Program
 from gristmill.jit.nvrtc import compile_program, compiler_version
 from gristmill.jit.resources import resource_usage
@@ -23,8 +23,9 @@ from gristmill.ops.nvfp4_linear.cases import forward_example
 from gristmill.ops.nvfp4_linear.problem import forward_problem
 from gristmill.ops.nvfp4_linear.wgmma import Wgmma
 from gristmill.ops.nvfp4_linear.wgmma_configs import Cut, WgmmaConfig, cut
+from gristmill.select.configs import config_from_json, config_to_json
 from gristmill.select.device import KNOWN
-from gristmill.select.problem import Problem
+from gristmill.select.problem import CANONICAL_ROWS, Problem
 
 ARCH = "sm_90a"
 SOURCE = Path(str(resources.files("gristmill"))) / "kernels" / "cuda" / "nvfp4_wgmma.cu"
@@ -149,3 +150,84 @@ def test_the_host_gives_what_the_kernel_needs(kernel: Kernel) -> None:
     assert whole.shared == kernel.shared
     assert whole.threads == kernel.threads
     assert whole.reason is None
+
+
+def test_a_config_for_other_rows_has_a_launch() -> None:
+    """Where results must not depend on the batch, one config serves any number of tokens."""
+    for rows, columns in LAYERS:
+        for config in Wgmma().configs(_problem(CANONICAL_ROWS, rows, columns)):
+            for tokens in (1, 8, 9, 16, 33, 64, 65, 96, 97, 128, 129, 192, 193, 256, 257, 5000):
+                whole = _cut(_problem(tokens, rows, columns), config)
+                assert whole.reason is None, (tokens, config)
+                assert whole.tokens >= min(tokens, config.tokens)
+                assert whole.depth % config.k_groups == 0
+                assert whole.stages >= 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"tokens": 512}, {"tokens": 0}, {"tokens": 24}, {"row_groups": 0}, {"k_groups": 0}),
+        *({"depth": 3}, {"depth": 0}, {"stages": 1}, {"split": 0}, {"split": 9}, {"blocks": 0}),
+        {"group": 0},
+    ],
+    ids=str,
+)
+def test_a_config_that_is_none_is_not_taken_from_a_table(change: dict[str, int]) -> None:
+    """Some would stop the host, some the GPU, for ever."""
+    good = WgmmaConfig(64, 1, 2, 4, 2)
+    values = config_to_json(good)
+    assert values is not None
+    assert config_from_json(WgmmaConfig, values) == good
+    with pytest.raises(ValueError, match=next(iter(change))):
+        config_from_json(WgmmaConfig, {**values, **change})
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (WgmmaConfig(256, 4, 1, 1, 2), "4 warpgroups with tiles of 256 tokens .* registers"),
+        (WgmmaConfig(64, 1, 1, 1, 2, split=8), "2 chunks of columns cannot be split in 8"),
+        (WgmmaConfig(256, 2, 1, 1, 5), "bytes of shared memory, and a block has 65536"),
+    ],
+)
+def test_a_config_without_a_launch_is_an_error_of_bind_alone(
+    config: WgmmaConfig, reason: str
+) -> None:
+    """Which lets another variant stand in; a table that looks the row up must not fail."""
+    problem = _problem(300, 64, 80)
+    small = replace(problem.device, shared_per_block=65536)
+    problem = replace(problem, device=small) if "65536" in reason else problem
+    assert Wgmma().source_hash(problem, config)
+    with pytest.raises(DriverError, match=f"cuda_wgmma: no launch by .*{reason}"):
+        Wgmma().bind(problem, config)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"flags": ()}, "layout 'fragments'"),
+        ({"dtypes": (("x", "float32"), ("out", "bfloat16"))}, "x of bf16 or fp16"),
+        ({"dtypes": (("x", "bfloat16"), ("out", "float64"))}, "gives fp32, bf16 or fp16"),
+        ({"rows": 0}, "nothing to compute"),
+        ({"rows": 2**31}, "2**31 elements"),
+        ({"dims": (("N", 2**31), ("K", 4096))}, "2**31 elements"),
+        ({"rows": 2**30, "dims": (("N", 2**12), ("K", 64))}, "more tiles"),
+        ({"device": KNOWN["sm_80"]}, "sm_90a alone"),
+        ({"device": KNOWN["sm_100a"]}, "sm_90a alone"),
+    ],
+)
+def test_what_it_does_not_do(change: dict[str, object], reason: str) -> None:
+    problem = _problem(8, 4096, 4096)
+    assert Wgmma().supports(problem) is None
+    assert reason in (Wgmma().supports(replace(problem, **change)) or "")  # type: ignore[arg-type]
+
+
+def test_what_it_does_not_do_with_other_tensors() -> None:
+    problem = _problem(8, 4096, 4096)
+    for change, reason in (
+        ({"weight_packed": False}, "dense and aligned"),
+        ({"bias": torch.float64}, "bias of fp32, bf16 or fp16"),
+    ):
+        other = replace(problem, layout=replace(problem.layout, **change))
+        assert reason in (Wgmma().supports(other) or "")

@@ -83,8 +83,9 @@ def _decode(
         decoder = Decoder(H200, codes.shape[1], dtype, [piece], factor=factor is not None)
 
         def plan(codes: torch.Tensor, scales: torch.Tensor, factor: Any) -> torch.Tensor:
-            room = torch.empty(piece.shape[0] * piece.shape[1], dtype=dtype)
-            return decoder(room, codes, scales, piece, factor)
+            out = torch.empty(piece.shape, dtype=dtype)
+            decoder(out, codes, scales, piece, factor)
+            return out
 
         return plan
 
@@ -201,7 +202,7 @@ def _check(found: torch.Tensor, exact: torch.Tensor, size: torch.Tensor, dtype: 
     assert (error <= allowed + torch.finfo(dtype).tiny).all()
 
 
-@pytest.mark.parametrize("piece_bytes", [32 << 20, 40_000])
+@pytest.mark.parametrize(("piece_bytes", "wide"), [(32 << 20, 2048), (40_000, 2048), (40_000, 64)])
 @pytest.mark.parametrize("rows", [150, 200])
 @pytest.mark.parametrize(
     ("x", "bias", "out"),
@@ -212,12 +213,15 @@ def test_forward(
     host: EmulatedHost,
     monkeypatch: pytest.MonkeyPatch,
     piece_bytes: int,
+    wide: int,
     rows: int,
     x: torch.dtype,
     bias: torch.dtype | None,
     out: torch.dtype | None,
 ) -> None:
+    """In one piece; with sums cut; with the columns of the result cut, too."""
     monkeypatch.setattr(common, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr("gristmill.ops.nvfp4_linear.dequantized.WIDE", wide)
     args = _forward_args((300, rows, 400), x, bias, out)
     run = _run(host, "nvfp4_linear", args)
     weight = common.Weight(*args[1:4], "fragments", 400).whole(torch.float64)

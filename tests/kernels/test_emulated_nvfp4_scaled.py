@@ -94,6 +94,7 @@ def _fp8_product(
     assert out.stride(1) == 1
     assert use_fast_accum
     assert bias is None or (bias.dtype == out_dtype and out_dtype in (BF16, F16))
+    assert bias is None or bias.is_contiguous()
     total = (a.double() @ b.double()) * scale_a.double() * scale_b.double()
     return out.copy_(total if bias is None else total + bias.double())
 
@@ -209,7 +210,8 @@ def test_the_error_of_fp8_is_as_stated(host: EmulatedHost) -> None:
     args = _arguments("fp8", shape=(16, 64, 2048), x=F32)
     found = _run(host, ScaledMMFp8(), args, H200).outputs.double()
     exact = args[0].double() @ (_values(args) * args[3].double().unsqueeze(-1)).t()
-    assert 0.025 < float((found - exact).norm() / exact.norm()) < 0.04
+    # For a weight that is drawn from all codes and scales.
+    assert float((found - exact).norm() / exact.norm()) == pytest.approx(0.036, rel=0.05)
 
 
 @pytest.mark.usefixtures("products")
@@ -295,10 +297,10 @@ def test_what_fp8_cannot_do() -> None:
 
 def test_when_fp8_is_not_worth_it() -> None:
     variant = ScaledMMFp8()
-    assert variant.declines(_problem(H200, act="fp8", shape=(256, 32, 64))) is None
-    assert "256 rows" in str(variant.declines(_problem(H200, act="fp8", shape=(255, 32, 64))))
+    assert variant.declines(_problem(H200, act="fp8", shape=(1024, 32, 64))) is None
+    assert "1024 rows" in str(variant.declines(_problem(H200, act="fp8", shape=(1023, 32, 64))))
     assert "fragments" in str(
-        variant.declines(_problem(H200, act="fp8", shape=(256, 32, 64), layout="rows"))
+        variant.declines(_problem(H200, act="fp8", shape=(1024, 32, 64), layout="rows"))
     )
     assert variant.varies_with_batch(_problem(H200, act="fp8")) is not None
     names = {program.source for program in variant.programs(_problem(H200, act="fp8"), None)}
@@ -326,6 +328,43 @@ def test_what_nvfp4_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
     assert variant.varies_with_batch(_problem(B200, **usual)) is not None
     monkeypatch.delattr(torch.nn.functional, "scaled_mm")
     assert "this torch" in str(variant.supports(_problem(B200, **usual)))
+
+
+def test_when_nvfp4_is_not_worth_it() -> None:
+    variant = ScaledMM()
+    for lines, word in ((1, "64 rows"), (63, "64 rows"), (64, "None"), (4096, "None")):
+        usual: dict[str, Any] = {"act": "nvfp4", "layout": "tiles", "shape": (lines, 32, 64)}
+        assert word in str(variant.declines(_problem(B200, **usual)))
+
+
+@pytest.mark.parametrize(
+    ("device", "act", "lines", "name"),
+    [
+        (H200, "fp8", 256, "cuda_wgmma"),
+        (H200, "fp8", 1024, "scaled_mm_fp8"),
+        (B200, "nvfp4", 1, "triton"),
+        (B200, "nvfp4", 1024, "scaled_mm"),
+    ],
+    ids=str,
+)
+def test_few_rows_are_rounded_for_nobody(device: Device, act: str, lines: int, name: str) -> None:
+    """As the order of preference has it, without tables."""
+    args = OP.example_for(device, (lines, 1024, 1024), BF16)
+    problem = OP.problem(*args[:-1], act, device=device)
+    supporting = [variant for variant in OP.variants if variant.supports(problem) is None]
+    willing = [variant.name for variant in supporting if variant.declines(problem) is None]
+    assert willing[0] == name
+
+
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize("bias", [BF16, F32])
+def test_a_bias_with_strides(host: EmulatedHost, bias: torch.dtype) -> None:
+    """The product would read it as if it were dense."""
+    args = _arguments("fp8", "rows", bias=bias)
+    expected = _run(host, ScaledMMFp8(), args, H200).outputs
+    strided = torch.stack([args[4], -args[4]], 1)[:, 0]
+    found = _run(host, ScaledMMFp8(), (*args[:4], strided, *args[5:]), H200).outputs
+    assert torch.equal(found, expected)
 
 
 def test_launches_go_to_the_device_of_the_problem(monkeypatch: pytest.MonkeyPatch) -> None:

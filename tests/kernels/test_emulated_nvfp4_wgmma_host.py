@@ -96,12 +96,23 @@ def test_bias_and_results_of_every_type(
     Range(product.exact - product.slack, product.exact + product.slack).check(y, "y")
 
 
-def test_how_many_tokens_there_are_changes_no_sum(host: EmulatedHost) -> None:
-    """Tiles of 8, 16, 32 and 64 tokens add alike."""
-    product = problem_of(64, 80, 1040, BF16, seed=2)
-    together = _run(host, _arguments(product, F32), PLAIN).outputs
-    for tokens in (1, 8, 9, 20):
-        some = _run(host, _arguments(product, F32, product.x[:tokens]), PLAIN).outputs
+@pytest.mark.parametrize(
+    ("config", "most", "fewer"),
+    [
+        (PLAIN, 64, (1, 8, 9, 20)),
+        (WgmmaConfig(128, 1, 1, 2, 2, split=3), 130, (1, 33, 70)),
+        (WgmmaConfig(192, 3, 1, 1, 2), 193, (1, 90, 100)),  # 100: a tile of 192, as of 193
+    ],
+    ids=str,
+)
+def test_how_many_tokens_there_are_changes_no_sum(
+    host: EmulatedHost, config: WgmmaConfig, most: int, fewer: tuple[int, ...]
+) -> None:
+    """Tiles of 8 to 192 tokens add alike."""
+    product = problem_of(most, 80, 464, BF16, seed=2)
+    together = _run(host, _arguments(product, F32), config).outputs
+    for tokens in fewer:
+        some = _run(host, _arguments(product, F32, product.x[:tokens]), config).outputs
         assert torch.equal(some, together[:tokens])
 
 
@@ -133,6 +144,18 @@ def test_x_of_any_strides(host: EmulatedHost, layout: str) -> None:
     y = _run(host, _arguments(product, F32, x), PLAIN).outputs
     assert y.shape == (*x.shape[:-1], 80)
     assert torch.equal(y.view(12, 80), product.exact.float())
+
+
+@pytest.mark.parametrize("layout", ["one row", "one of many", "expanded"])
+def test_x_of_strides_that_no_map_has(host: EmulatedHost, layout: str) -> None:
+    """The stride of a single row says nothing; rows that are all the same have none."""
+    product = problem_of(3, 80, 208, BF16, whole=True)
+    row = torch.full((2, 233), float("nan"), dtype=BF16)[:1, :208].copy_(product.x[:1])
+    x = {"one row": row, "one of many": row[:, None], "expanded": row.expand(9, 208)}[layout]
+    args = _arguments(product, F32, x)
+    assert _problem(args).layout.copied == (layout == "expanded")
+    y = _run(host, args, PLAIN).outputs
+    assert torch.equal(y.view(-1, 80), product.exact[:1].float().expand(x.shape[0], 80))
 
 
 def test_tokens_that_are_not_finite_leave_the_others_alone(host: EmulatedHost) -> None:

@@ -55,8 +55,8 @@ def test_every_value(dtype: torch.dtype, factor: bool) -> None:
         factor=factor,
     )
     for piece in pieces:
-        room = torch.empty(piece.shape[0] * piece.shape[1], dtype=dtype, device="cuda")
-        found = decoder(room, *packed, piece, numbers)
+        found = torch.empty(piece.shape, dtype=dtype, device="cuda")
+        decoder(found, *packed, piece, numbers)
         expected = values if numbers is None else values * numbers.unsqueeze(-1)
         expected = (expected / 8 if dtype == E4M3 else expected).to(dtype)
         expected = expected[piece.rows.start : piece.rows.stop]
@@ -190,8 +190,9 @@ def test_fp8(
     found = _run(variant, "nvfp4_linear", args).double()
     assert found.isfinite().all()
     exact, _ = _exact(args)
-    # What the call is allowed, and what it should have computed of its rounded operands.
-    assert 0.01 < float((found - exact).norm() / exact.norm()) < 0.04
+    # What the call is allowed, and what it should have computed of its rounded operands. A bias
+    # is rounded by nobody, and makes the error a smaller part.
+    assert (0.034 if bias is None else 0.01) < float((found - exact).norm() / exact.norm()) < 0.038
     tokens = fp8_tokens(args[0])
     weight = common.Weight(*args[1:4], "fragments", 4096)
     rounded = (weight.blocks(F32) / 8).to(E4M3).double() * (8 * args[3].double()).unsqueeze(-1)

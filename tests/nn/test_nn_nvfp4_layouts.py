@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.func import functional_call
+from torch.func import functional_call, stack_module_state
 
 from gristmill import nvfp4
 from gristmill.errors import ArgumentError
@@ -151,6 +151,43 @@ def test_packing_on_arrival_leaves_what_others_hold(become: Become) -> None:
     assert_same(stored, kept)
 
 
+def test_packing_on_arrival_leaves_what_did_not_move(become: Become) -> None:
+    """Of a weight whose parts were on two devices."""
+    become("sm_90a")
+    stored = fresh_state(128, 128)
+    kept = copied(stored)
+    made = NVFP4Linear(128, 128)
+    parts = {**stored, "weight": stored["weight"].to("meta")}
+    made.load_state_dict(parts, assign=True)
+    assert made.weight_scale.data_ptr() == stored["weight_scale"].data_ptr()
+    made._apply(lambda tensor: kept["weight"].clone() if tensor.is_meta else tensor)
+    assert made.layout == "fragments"
+    assert_state(made, kept)
+    assert_same(stored, kept)
+
+
+@pytest.mark.parametrize("here", LAYOUTS)
+def test_a_type_for_everything_leaves_the_weight(here: str, become: Become) -> None:
+    """`Module.type` converts even integers."""
+    become(here)
+    made = NVFP4Linear.from_linear(dense())
+    wanted = copied(made.state_dict())
+    made.type(torch.float16)
+    assert made.layout == LAYOUTS[here]
+    assert_state(made, {**wanted, "bias": wanted["bias"].half()})
+
+
+@pytest.mark.parametrize("shape", [(128, 0), (0, 64)])
+@pytest.mark.parametrize("here", LAYOUTS)
+def test_a_weight_of_nothing(here: str, shape: tuple[int, int], become: Become) -> None:
+    become(here)
+    rows, columns = shape
+    made = NVFP4Linear(columns, rows)
+    assert made.layout == LAYOUTS[here]
+    made.load_state_dict(made.state_dict())
+    assert copy.deepcopy(made)(torch.ones(3, columns)).tolist() == torch.zeros(3, rows).tolist()
+
+
 def test_meta_and_empty(arch: str) -> None:
     made = NVFP4Linear(48, 40, device="meta")
     assert made.layout == "rows"
@@ -179,6 +216,18 @@ def test_a_state_dict_runs_through_the_module(arch: str) -> None:
     torch.testing.assert_close(
         functional_call(made, stored, (x,)), nvfp4.linear(x, weight, stored["bias"])
     )
+
+
+def test_an_ensemble_is_run_by_vmap(arch: str) -> None:
+    layers = [NVFP4Linear.from_linear(dense()) for _ in range(3)]
+    parameters, buffers = stack_module_state(layers)
+    x = torch.randn(3, 5, 48)
+
+    def run(parameters: Any, buffers: Any, x: torch.Tensor) -> Any:
+        return functional_call(layers[0], (parameters, buffers), (x,))
+
+    expected = torch.stack([one(each) for one, each in zip(layers, x, strict=True)])
+    torch.testing.assert_close(torch.vmap(run)(parameters, buffers, x), expected)
 
 
 def test_the_gradient_passes_through(arch: str) -> None:

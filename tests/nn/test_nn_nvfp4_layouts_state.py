@@ -74,6 +74,19 @@ def test_a_part_can_be_loaded_alone(assign: bool, name: str, arch: str) -> None:
     assert made.layout == LAYOUTS[arch]
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_what_is_not_loaded_is_not_packed_again(assign: bool, arch: str) -> None:
+    """Adapters are loaded alone, and often."""
+    made, bias = NVFP4Linear.from_linear(dense()), torch.randn(40)
+    before = {name: (part, part._version) for name, part in made.named_buffers()}
+    wanted = {**copied(made.state_dict()), "bias": bias}
+    made.load_state_dict({"bias": bias}, strict=False, assign=assign)
+    for name, part in made.named_buffers():
+        assert part is before[name][0]
+        assert part._version == before[name][1]
+    assert_state(made, wanted)
+
+
 @pytest.mark.parametrize("one_by_one", [False, True])
 def test_tensors_are_assigned_to_a_module_without_any(one_by_one: bool, arch: str) -> None:
     made, stored = NVFP4Linear(48, 40, device="meta"), fresh_state()
@@ -84,6 +97,15 @@ def test_tensors_are_assigned_to_a_module_without_any(one_by_one: bool, arch: st
     assert made.layout == LAYOUTS[arch]
     assert_state(made, kept)
     assert_same(stored, kept)
+
+
+def test_parameters_are_assigned_as_buffers(arch: str) -> None:
+    made, stored = NVFP4Linear(48, 40), fresh_state()
+    given = {name: torch.nn.Parameter(part, False) for name, part in stored.items()}
+    made.load_state_dict(given, assign=True)
+    assert {*dict(made.named_buffers())} == {*NAMES}
+    assert made.layout == LAYOUTS[arch]
+    assert_state(made, stored)
 
 
 def test_what_does_not_fit_is_not_loaded(arch: str) -> None:
@@ -136,6 +158,50 @@ def test_a_hook_may_bring_the_weight(arch: str) -> None:
     hooked.register_load_state_dict_pre_hook(rename)
     made.load_state_dict({f"old_{name}": value for name, value in stored.items()})
     assert_state(made, stored)
+
+
+def test_a_hook_may_bring_a_layer_of_modelopt(arch: str) -> None:
+    """Its one global scale and its bytes are what the module takes, whoever brings them."""
+    made, weight = NVFP4Linear(48, 40, bias=False), nvfp4.quantize(torch.randn(40, 48))
+    parts = (weight.codes, weight.scales.view(torch.uint8), weight.global_scale)
+    hooked: Any = made
+    hooked.register_load_state_dict_pre_hook(
+        lambda module, found, *others: found.update(zip(NAMES, parts, strict=True))
+    )
+    made.load_state_dict({})
+    wanted = state(weight, torch.empty(0))
+    del wanted["bias"]
+    assert_state(made, wanted)
+    assert len(hooked._load_state_dict_pre_hooks) == 1
+
+
+def test_what_fails_to_load_leaves_the_weight(arch: str) -> None:
+    """Torch writes to tensors of inference mode, and then says that it must not."""
+    with torch.inference_mode():
+        made = NVFP4Linear.from_linear(dense((128, 128)))
+    before, stored = addresses(made), fresh_state(128, 128)
+    with pytest.raises(RuntimeError, match="inference tensor"):
+        made.load_state_dict(stored)
+    assert made.layout == LAYOUTS[arch]
+    assert addresses(made) == before
+    assert_state(made, stored)
+
+
+def test_a_hook_that_fails_leaves_the_weight(arch: str) -> None:
+    made = NVFP4Linear.from_linear(dense((128, 128)))
+    before, wanted = addresses(made), copied(made.state_dict())
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("no such file")
+
+    hooked: Any = made
+    hook = hooked.register_load_state_dict_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="no such file"):
+        made.load_state_dict(fresh_state(128, 128))
+    hook.remove()
+    assert not hooked._load_state_dict_pre_hooks
+    assert addresses(made) == before
+    assert_state(made, wanted)
 
 
 @pytest.mark.parametrize("there", LAYOUTS)

@@ -20,8 +20,8 @@ SETS: Mapping[str, tuple[Layer, ...]] = {"few": FEW, **MODELS}
 
 # Tokens in a step: decoding for one up to a large batch, then prefill.
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
-# From here on operations bound a product with a 4-bit weight, not bytes.
-MANY_TOKENS = tuple(tokens for tokens in TOKENS if tokens >= 256)
+# From here on products in FP8 may be worth the rounding of their operands.
+MANY_TOKENS = tuple(tokens for tokens in TOKENS if tokens >= 1024)
 
 
 def of_models() -> tuple[Layer, ...]:

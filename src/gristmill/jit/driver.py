@@ -16,6 +16,8 @@ from gristmill.errors import CompilerUnavailable, DriverError
 from gristmill.jit.once import Once
 from gristmill.jit.program import arch_of
 
+INVALID_CONTEXT = 201  # the thread that calls has none, or that of another device
+
 _contexts: Once[int, Any] = Once()
 
 

@@ -22,6 +22,7 @@ from gristmill.jit import counters
 from gristmill.jit.cache import load_or_compile
 from gristmill.jit.compilers import Compilable
 from gristmill.jit.driver import (
+    INVALID_CONTEXT,
     adopt_device,
     architecture,
     bindings,
@@ -40,8 +41,6 @@ Launch: TypeAlias = Callable[..., None]
 # device with clusters can run.
 _SHARED_UNASKED = 48 * 1024
 _CLUSTER_PORTABLE = 8
-
-_INVALID_CONTEXT = 201
 
 _kernels: Once[tuple[Compilable, str, int], Kernel] = Once()
 _modules: Once[tuple[str, int], Any] = Once()
@@ -197,7 +196,7 @@ class Kernel:
                 buffer, places = make()
             pack_into(buffer, 0, *values)
             code = call(config, function, places, None)
-            if code == _INVALID_CONTEXT and adopt_device(self.device_index):
+            if code == INVALID_CONTEXT and adopt_device(self.device_index):
                 code = call(config, function, places, None)
             free.append((buffer, places))
             if code:
@@ -256,7 +255,7 @@ class Kernel:
                 recover(code, config, values)
 
         def recover(code: int, config: ctypes.c_void_p, values: tuple[Any, ...]) -> None:
-            if code == _INVALID_CONTEXT and adopt_device(self.device_index):
+            if code == INVALID_CONTEXT and adopt_device(self.device_index):
                 code = call(config, function, byref(pointer(pack(*values))), None)
             if code:
                 raise driver_error(code, f"launching {self.name} as {shape}")

@@ -6,7 +6,7 @@ import ctypes
 import functools
 from collections.abc import Callable
 
-from gristmill.jit.driver import bindings, driver_error
+from gristmill.jit.driver import INVALID_CONTEXT, adopt_device, bindings, driver_error
 
 BYTES = 128
 _ALIGNMENT = 64
@@ -28,14 +28,21 @@ def _encode() -> Callable[..., int]:
 
 
 def maps_of_rows(
-    dtype: str, itemsize: int, columns: int, rows: int, stride: int, box: tuple[int, int]
+    device_index: int,
+    dtype: str,
+    itemsize: int,
+    columns: int,
+    rows: int,
+    stride: int,
+    box: tuple[int, int],
 ) -> Callable[[int], bytes]:
     """`map_at(address)`: the map of a matrix of contiguous rows, `stride` elements apart.
 
     A copy takes a box of (rows, columns) whose rows are 128 bytes, stores those in the order that
     the tensor cores read (128-byte swizzle), and puts zeros for what lies outside the matrix. The
     address and the stride must be multiples of 16 bytes. The last maps are remembered: a model
-    calls a layer with the same few buffers again and again.
+    calls a layer with the same few buffers again and again. For any thread; one without a context
+    gets that of the device, as with a launch.
     """
     dims = (ctypes.c_uint64 * 2)(columns, rows)
     strides = (ctypes.c_uint64 * 1)(stride * itemsize)
@@ -56,8 +63,20 @@ def maps_of_rows(
         memory = ctypes.create_string_buffer(BYTES + _ALIGNMENT)
         start = ctypes.addressof(memory)
         offset = -start % _ALIGNMENT
-        code = _encode()(
-            ctypes.c_void_p(start + offset),
+        code = encode(address, start + offset)
+        if code == INVALID_CONTEXT and adopt_device(device_index):
+            code = encode(address, start + offset)
+        if code:
+            raise driver_error(
+                code,
+                f"making a tensor map of {rows} rows of {columns} {dtype} at {address:#x}, "
+                f"{stride} apart, in boxes of {box}",
+            )
+        return memory.raw[offset : offset + BYTES]
+
+    def encode(address: int, destination: int) -> int:
+        return _encode()(
+            ctypes.c_void_p(destination),
             ctypes.c_int(TYPES[dtype]),
             ctypes.c_uint32(2),
             ctypes.c_void_p(address),
@@ -70,12 +89,5 @@ def maps_of_rows(
             ctypes.c_int(_PROMOTE_TO_256),
             ctypes.c_int(0),  # zeros outside
         )
-        if code:
-            raise driver_error(
-                code,
-                f"making a tensor map of {rows} rows of {columns} {dtype} at {address:#x}, "
-                f"{stride} apart, in boxes of {box}",
-            )
-        return memory.raw[offset : offset + BYTES]
 
     return map_at

@@ -168,13 +168,19 @@ class NVFP4Module(torch.nn.Module):
         """Also takes one global scale for all rows, block scales as bytes, and leaves the scales of
         activations out. Any other dtype is an error: torch would convert numbers that are codes.
         """
-        packed = {}
-        for which in self._prefixes:
-            old = self._packed(which)
-            if old.layout != ROWS:
-                packed[which] = old
-                self._put(which, _in_layout(old.unpack(), ROWS))
-        self._adapt(state_dict, prefix, error_msgs)
+        packed: dict[str, PackedNVFP4] = {}
+
+        def adapt(found: dict[str, Any], *others: Any) -> None:
+            for which in self._prefixes:
+                old = self._packed(which)
+                is_there = any(prefix + which + name in found for name in _NAMES)
+                if is_there and old.layout != ROWS:
+                    packed[which] = old
+                    self._put(which, _in_layout(old.unpack(), ROWS))
+            self._adapt(found, prefix, error_msgs)
+
+        # The last hook of all, for the others may bring the weight.
+        adapting = self._register_load_state_dict_pre_hook(adapt)  # type: ignore[no-untyped-call]
         try:
             super()._load_from_state_dict(
                 state_dict,
@@ -186,16 +192,15 @@ class NVFP4Module(torch.nn.Module):
                 error_msgs,
             )
         finally:
+            adapting.remove()
             if local_metadata.get("assign_to_params_buffers", False):
                 for which in self._prefixes:
                     self._settle(which)
             else:
                 for which, old in packed.items():
                     new = _in_layout(self._held(which), old.layout, in_place=True)
-                    old.codes.copy_(new.codes)
-                    old.scales.copy_(new.scales)
-                    old.row_scale.copy_(new.row_scale)
                     self._put(which, old)
+                    _overwrite(old, new)
 
     def _adapt(self, state_dict: dict[str, Any], prefix: str, error_msgs: list[str]) -> None:
         """What is to be loaded in the form of the buffers, which are in rows now."""
@@ -203,6 +208,7 @@ class NVFP4Module(torch.nn.Module):
             held, found = self.get_buffer(name), state_dict.get(prefix + name)
             if not isinstance(found, torch.Tensor):
                 continue
+            found = found.detach()  # of a parameter too, which would not be assigned as a buffer
             if name.endswith("weight_scale_2"):
                 found = _for_every_row(found, held.shape)
             if name.endswith("weight_scale") and found.dtype == torch.uint8:
@@ -241,15 +247,33 @@ def _moved(weight: PackedNVFP4, fn: Callable[[torch.Tensor], torch.Tensor]) -> P
     Row scales go first: where they land says what the others must be. Those are unpacked before
     they leave, since a copy to a CPU may not be over when `fn` returns.
     """
-    row_scale = fn(weight.row_scale.view(torch.int32)).view(torch.float32)
+    row_scale = _part_moved(weight.row_scale, fn)
     wanted = _layout_on(row_scale.device, weight) if _are_plain(row_scale) else ROWS
-    if weight.layout != wanted:
+    if weight.layout not in (wanted, ROWS):
         weight = _in_layout(weight.unpack(), ROWS)
-    codes, scales = fn(weight.codes), fn(weight.scales.view(torch.uint8)).view(weight.scales.dtype)
-    is_ours = codes.device != weight.device  # nobody else can hold what has just been made
+    codes, scales = _part_moved(weight.codes, fn), _part_moved(weight.scales, fn)
+    # Nobody else can hold what has just been made.
+    is_ours = codes.device != weight.codes.device and scales.device != weight.scales.device
     if weight.layout == wanted:
         return PackedNVFP4(codes, scales, row_scale, wanted, weight.columns)
     return _laid_out(NVFP4Tensor(codes, scales, row_scale), in_place=is_ours)
+
+
+def _part_moved(part: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """`fn` of a part as integers, which few conversions touch; of one that does, the device."""
+    bits = part.view(torch.int32 if part.dtype == torch.float32 else torch.uint8)
+    moved = fn(bits)
+    if moved.dtype != bits.dtype:  # `Module.type`
+        moved = bits.to(moved.device)
+    return moved.view(part.dtype)
+
+
+def _overwrite(old: PackedNVFP4, new: PackedNVFP4) -> None:
+    """The values of `new` in the memory of `old`."""
+    with torch.inference_mode(old.codes.is_inference()), torch.no_grad():
+        old.codes.copy_(new.codes)
+        old.scales.copy_(new.scales)
+        old.row_scale.copy_(new.row_scale)
 
 
 def _are_plain(*tensors: torch.Tensor) -> bool:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from gristmill.errors import DriverError
 from gristmill.jit import Compilable, Kernel, Launch, Program, TritonProgram, kernel
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -113,16 +115,15 @@ def zeros(count: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 
-def on_device(device_index: int, run: Callable[..., None]) -> Callable[..., None]:
+def on_device(device_index: int, run: Callable[..., T]) -> Callable[..., T]:
     """`run` with that device current: a kernel is launched into the current context."""
     if torch.cuda.device_count() < 2:
         return run
 
-    def guarded(*args: Any) -> None:
+    def guarded(*args: Any) -> T:
         if torch._C._cuda_getDevice() == device_index:
-            run(*args)
-        else:
-            with torch.cuda.device(device_index):
-                run(*args)
+            return run(*args)
+        with torch.cuda.device(device_index):
+            return run(*args)
 
     return guarded

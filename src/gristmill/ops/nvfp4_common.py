@@ -115,13 +115,14 @@ class Weight(NamedTuple):
         return codes[..., above:, before // 2 :], scales[..., above:, before // BLOCK :]
 
     def levelled(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The row scales as a part of at most one and the largest of each matrix.
+        """The row scales as a part of at most one and the largest of each matrix, if it is any.
 
         Where a matrix has one global scale the parts are exactly one, so that values multiplied by
         them stay exact in 16 bits.
         """
-        top = self.row_scale.abs().amax(-1, keepdim=True)
-        return self.row_scale / torch.where(top > 0, top, 1.0), top
+        smallest = torch.finfo(torch.float32).tiny  # instead of zero, of which nothing is a part
+        top = self.row_scale.abs().amax(-1, keepdim=True).clamp_(min=smallest)
+        return self.row_scale / top, top
 
 
 def _chosen(stack: torch.Tensor, experts: slice | torch.Tensor) -> torch.Tensor:

@@ -41,7 +41,7 @@ def check_shapes(
     op: str, codes: torch.Tensor, scales: torch.Tensor, row_scale: torch.Tensor, columns: int
 ) -> None:
     """That the parts are those of a weight of so many columns."""
-    if columns % BLOCK or row_scale.dim() < 1:
+    if columns < 0 or columns % BLOCK or row_scale.dim() < 1:
         raise ArgumentError(
             f"{op}: columns must be a multiple of {BLOCK} and row_scale (..., N), got {columns} "
             f"and {tuple(row_scale.shape)}"
@@ -78,6 +78,12 @@ PLACES = tuple(
 )
 
 
+def _byte(pair: int, half: int, bit: int) -> tuple[int, int]:
+    """A place of `PLACES` as a byte of a thread's two words and a bit of that."""
+    word, at = PLACES[pair][half][bit]
+    return 4 * word + at // 8, at % 8
+
+
 def encode_scales(raw: torch.Tensor) -> torch.Tensor:
     """The byte here for each byte of E4M3. What no scale is, NaN or less than zero, has 255."""
     # By arithmetic, not by a table: one that comes from the host would have to be waited for.
@@ -108,15 +114,15 @@ def pack(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch
     # (slab, w, r, g), (chunk, j, h, t, e) -> slab, chunk, w, g, t, r, pair, e
     cut = values.view(*stack, slabs, 4, 2, 8, chunks, 8, 4, 2)
     cut = cut.permute(*range(len(stack)), *(len(stack) + at for at in (0, 4, 1, 3, 6, 2, 5, 7)))
-    words = torch.zeros((*cut.shape[:-2], 2), dtype=torch.int64, device=codes.device)
+    # Byte by byte, for words would have to be aligned; and nothing is written into what is there,
+    # which torch.vmap would not have.
+    found = [torch.zeros_like(cut[..., 0, 0]) for _ in range(8)]
     for pair in range(8):
         for side in range(2):
-            value = cut[..., pair, side].long()
             for bit in range(4):
-                word, at = PLACES[pair][side][bit]
-                words[..., word] |= (value >> bit & 1) << at
-    packed = words.where(words < 1 << 31, words - (1 << 32)).int().contiguous().view(torch.uint8)
-    packed = packed.reshape(*stack, slabs, chunks, CODES)
+                byte, at = _byte(pair, side, bit)
+                found[byte] = found[byte] | (cut[..., pair, side] >> bit & 1) << at
+    packed = torch.stack(found, -1).reshape(*stack, slabs, chunks, CODES)
 
     coded = _whole(encode_scales(raw), slabs * ROWS, chunks * 4)
     groups = coded.view(*stack, slabs, 4, 2, 8, chunks, 4)
@@ -132,13 +138,16 @@ def unpack(
     The same values; codes beside a scale of zero come back as zeros.
     """
     *stack, slabs, chunks, _ = codes.shape
-    words = codes.contiguous().view(torch.int32).view(*stack, slabs, chunks, 4, 8, 4, 2, 2)
-    cut = torch.zeros((*words.shape[:-1], 8, 2), dtype=torch.uint8, device=codes.device)
+    held = codes.reshape(*stack, slabs, chunks, 4, 8, 4, 2, 8)
+    found = []
     for pair in range(8):
         for side in range(2):
+            value = torch.zeros_like(held[..., 0])
             for bit in range(4):
-                word, at = PLACES[pair][side][bit]
-                cut[..., pair, side] |= ((words[..., word] >> at & 1) << bit).to(torch.uint8)
+                byte, at = _byte(pair, side, bit)
+                value = value | (held[..., byte] >> at & 1) << bit
+            found.append(value)
+    cut = torch.stack(found, -1).unflatten(-1, (8, 2))
     # slab, chunk, w, g, t, r, pair, e -> (slab, w, r, g), (chunk, pair, t, e)
     back = cut.permute(*range(len(stack)), *(len(stack) + at for at in (0, 2, 5, 3, 1, 6, 4, 7)))
     values = back.reshape(*stack, slabs * ROWS, chunks * COLUMNS)[..., :rows, :columns]
@@ -151,8 +160,5 @@ def unpack(
 
 def _whole(values: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """Bytes padded with zeros."""
-    whole = torch.zeros(
-        (*values.shape[:-2], rows, columns), dtype=torch.uint8, device=values.device
-    )
-    whole[..., : values.shape[-2], : values.shape[-1]] = values
-    return whole
+    below, beside = rows - values.shape[-2], columns - values.shape[-1]
+    return torch.nn.functional.pad(values, (0, beside, 0, below))

@@ -19,7 +19,7 @@ from gristmill.jit import Kernel, Program, kernel
 from gristmill.log import warn_once
 
 SCRATCH = 16 << 20  # bytes of codes and scales that are packed in place at a time
-_PIECE = 1 << 22  # bytes of codes that torch packs at a time: it needs a dozen times as much
+_PIECE = 1 << 22  # bytes of codes that torch packs at a time: it needs several times as much
 _ALIGNED = 16  # bytes: what kernels ask of packed tensors
 
 # As nvfp4_pack.cu has them.
@@ -59,7 +59,7 @@ def unpack(
     stack = codes.shape[:-3]
     found = codes.new_empty((*stack, rows, columns // 2))
     found_scales = codes.new_empty((*stack, rows, columns // fragments.BLOCK))
-    codes, scales = codes.contiguous(), scales.contiguous()
+    codes, scales = _as_vectors(codes), _as_vectors(scales)
     for one in _matrices(stack):
         _unpack_matrix(codes[one], scales[one], found[one], found_scales[one])
     return found, found_scales.view(torch.float8_e4m3fn)
@@ -69,7 +69,9 @@ def to_tiles(scales: torch.Tensor, *, in_place: bool = False) -> torch.Tensor:
     """As `tiles.swizzle`; `in_place`: over the bytes of `scales` where they fit."""
     rows, columns = scales.shape[-2:]
     fits = rows % tiles.ROWS == 0 and columns % tiles.COLUMNS == 0 and scales.is_contiguous()
-    if not (in_place and fits and _is_real(scales)) or scales.data_ptr() % _ALIGNED:
+    if not (in_place and fits and scales.numel() and _is_real(scales)):
+        return tiles.swizzle(scales)
+    if scales.data_ptr() % _ALIGNED:
         return tiles.swizzle(scales)
     with torch.inference_mode(scales.is_inference()), torch.no_grad():
         # A tile's rows take the same bytes in both orders.
@@ -215,6 +217,12 @@ def _is_aligned(part: torch.Tensor, size: int) -> bool:
 def _by_rows(part: torch.Tensor) -> torch.Tensor:
     """With rows that are contiguous, at any distance from each other."""
     return part if part.stride(-1) == 1 else part.contiguous()
+
+
+def _as_vectors(part: torch.Tensor) -> torch.Tensor:
+    """As kernels read packed tensors: contiguous, and aligned."""
+    part = part.contiguous()
+    return part.clone() if part.data_ptr() % _ALIGNED else part
 
 
 def _matrices(stack: Sequence[int]) -> Iterator[tuple[int, ...]]:

@@ -109,9 +109,9 @@ class NVFP4Tensor(structure.ByBytes):
         """The weight as the kernels of a GPU want it.
 
         What keeps its layout is shared, not copied. What changes it is written anew, or with
-        `in_place` over the bytes of this weight, so that there are never two of it: not more than
-        16 MiB are taken beside them for a while. Afterwards this NVFP4Tensor, and whoever else
-        holds its tensors, must not be used.
+        `in_place` over the bytes of this weight, so that there are never two of it: on a GPU not
+        more than 16 MiB are taken beside them for a while. Afterwards this NVFP4Tensor, and whoever
+        else holds its tensors, must not be used.
 
         Bytes can take the place of others if there are as many: rows and columns must be multiples
         of 64 for the layout ``"fragments"`` (of 128 and 64 for ``"tiles"``), and the tensors
@@ -191,14 +191,17 @@ class PackedNVFP4(structure.ByBytes):
         return PackedNVFP4(codes, scales, row_scale, self.layout, self.columns)
 
     def unpack(self) -> NVFP4Tensor:
-        """Back in the layout of checkpoints. Codes beside a scale of zero may come back as 0."""
+        """Back in the layout of checkpoints; what has it already is shared, not copied.
+
+        Codes beside a scale of zero may come back as 0.
+        """
         return NVFP4Tensor(*_in_rows("unpack", self), self.row_scale)
 
     def _told_columns(self) -> int:
-        if self.columns is None:
+        if not isinstance(self.columns, (int, torch.SymInt)):
             raise ArgumentError(
-                "PackedNVFP4: columns must be K in layout 'fragments', whose tensors do not tell "
-                "it, got None"
+                f"PackedNVFP4: columns must be K in layout 'fragments', whose tensors do not tell "
+                f"it, got {self.columns!r}"
             )
         return self.columns
 
@@ -236,7 +239,8 @@ def layout_of(arch: str, stacked: bool = False) -> str:
 
 
 def arch_of(device: torch.device) -> str:
-    if device.type != "cuda":
+    # A ROCm build calls its devices "cuda", and what it says of them is no CUDA architecture.
+    if device.type != "cuda" or torch.version.hip is not None:
         return "cpu"
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
@@ -281,8 +285,9 @@ def dequantize(q: NVFP4Tensor | PackedNVFP4, dtype: torch.dtype = torch.float32)
         )
     if dtype not in DTYPES:
         raise DtypeError(f"dequantize: dtype must be fp32, bf16, fp16 or fp64, got {dtype}")
-    codes, scales = _in_rows("dequantize", q) if isinstance(q, PackedNVFP4) else (q.codes, q.scales)
-    return _values(codes, scales, q.row_scale, dtype)
+    if isinstance(q, PackedNVFP4):
+        q = NVFP4Tensor(*_in_rows("dequantize", q), q.row_scale)  # says what does not fit together
+    return _values(q.codes, q.scales, q.row_scale, dtype)
 
 
 def _values(

@@ -11,6 +11,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -96,27 +98,30 @@ def dequantize_program(dtype: torch.dtype, *, factor: bool = False) -> Program:
 
 @dataclass(frozen=True)
 class Piece:
-    """Some rows and columns of a weight; they begin at a slab and at a chunk."""
+    """Some rows and columns of a weight; they begin at a slab and at a chunk.
+
+    Made when a plan is, and asked at every call: what it has computed it keeps.
+    """
 
     rows: range
     columns: range
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, int]:
         return len(self.rows), len(self.columns)
 
-    @property
+    @cached_property
     def groups(self) -> int:
         """Blocks of the kernel for one slab."""
         return -(-len(self.columns) // (fragments.COLUMNS * GROUP))
 
-    @property
+    @cached_property
     def grid(self) -> int:
         return -(-len(self.rows) // fragments.ROWS) * self.groups
 
 
 class Decoder:
-    """Dequantises pieces of one weight, rows beside each other, into the start of a workspace.
+    """Dequantises pieces of one weight into matrices, dense ones of their shape.
 
     `factor`: each row is multiplied by a number of its own.
     """
@@ -146,15 +151,13 @@ class Decoder:
 
     def __call__(
         self,
-        workspace: torch.Tensor,
+        out: torch.Tensor,
         codes: torch.Tensor,
         scales: torch.Tensor,
         piece: Piece,
         factor: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """The piece, a matrix that is a view of the workspace."""
+    ) -> None:
         rows, columns = piece.shape
-        out = workspace[: rows * columns].view(rows, columns)
         first = piece.rows.start // fragments.ROWS * self._chunks
         first += piece.columns.start // fragments.COLUMNS
         self._starts[piece.grid](
@@ -169,7 +172,6 @@ class Decoder:
             columns,
             piece.groups,
         )
-        return out
 
 
 @dataclass(frozen=True)
@@ -269,11 +271,12 @@ def _product(problem: Problem, outer: int, inner: int, *, backward: bool) -> Cal
         return Piece(depth, part) if backward else Piece(part, depth)
 
     chunks = fragments.padded(0, problem.dim("K"))[1]
-    every = [piece(part, depth) for part in parts for depth in depths]
-    decode = Decoder(device, chunks, dtype, every, factor=backward)
-    shapes = [(len(some), len(part)) for some in lines for part in parts]
+    pieces = [[piece(part, depth) for depth in depths] for part in parts]
+    decode = Decoder(device, chunks, dtype, chain.from_iterable(pieces), factor=backward)
+    shapes = {(len(some), len(part)) for some in lines for part in parts}
     finish = Finish(device, _result(problem), outer, shapes, shift="bias" in problem.flags)
     room = sizes.outer * sizes.inner
+    of_block = {one.shape for one in chain.from_iterable(pieces)}
 
     def run(
         x: torch.Tensor,
@@ -284,24 +287,31 @@ def _product(problem: Problem, outer: int, inner: int, *, backward: bool) -> Cal
         shift: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
-        workspace = x.new_empty(room)
-        sums = x.new_empty(sizes.lines * sizes.outer, dtype=torch.float32)
-        for part in parts:
-            here = slice(part.start, part.stop)
-            decoded = None
-            for some in lines:
-                there = slice(some.start, some.stop)
-                total = sums[: len(some) * len(part)].view(len(some), len(part))
-                for depth in depths:
-                    if decoded is None or len(depths) > 1:
-                        block = decode(workspace, codes, scales, piece(part, depth), factor)
-                        decoded = block if backward else block.t()
-                    columns = slice(depth.start, depth.stop)
-                    product_into(total, x[there, columns], decoded, add=depth.start > 0)
-                own = None if shift is None else shift[here]
-                finish(total, scale[here], out[there, here], shift=own)
+        # Views are made once for all pieces: there are many of these, and each costs the host time.
+        blocks = _matrices(x.new_empty(room), of_block)
+        right = blocks if backward else {shape: block.t() for shape, block in blocks.items()}
+        sums = _matrices(x.new_empty(sizes.lines * sizes.outer, dtype=torch.float32), shapes)
+        left = [
+            [x[some.start : some.stop, depth.start : depth.stop] for depth in depths]
+            for some in lines
+        ]
+        for part, deep in zip(parts, pieces, strict=True):
+            for some, rows in zip(lines, left, strict=True):
+                total = sums[len(some), len(part)]
+                for one, depth, columns in zip(deep, depths, rows, strict=True):
+                    if some.start == 0 or len(deep) > 1:  # else it is there from the lines before
+                        decode(blocks[one.shape], codes, scales, one, factor)
+                    product_into(total, columns, right[one.shape], add=depth.start > 0)
+                finish(total, scale, out, at=(some.start, part.start), shift=shift)
 
     return launch.on_device(device.index, run)
+
+
+def _matrices(
+    workspace: torch.Tensor, shapes: Iterable[tuple[int, int]]
+) -> dict[tuple[int, int], torch.Tensor]:
+    """Matrices of these shapes, all of them at the start of a workspace."""
+    return {shape: workspace[: shape[0] * shape[1]].view(shape) for shape in shapes}
 
 
 def _is_backward(problem: Problem) -> bool:

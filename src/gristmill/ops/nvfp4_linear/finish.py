@@ -62,22 +62,30 @@ class Finish:
         scale: torch.Tensor,
         out: torch.Tensor,
         *,
+        at: tuple[int, int],
         token: torch.Tensor | None = None,
         shift: torch.Tensor | None = None,
     ) -> None:
-        """`total` is dense and may be overwritten; the others are fp32 and contiguous."""
+        """The part of `out` that begins `at` a row and a column; `scale` and `shift` are whole.
+
+        `total` is dense and may be overwritten, as many rows have a `token`; all but `out` are fp32
+        and contiguous.
+        """
+        (rows, columns), (row, column) = total.shape, at
         if not self._starts:
-            _by_torch(total, scale, out, token, shift)
+            here = slice(column, column + columns)
+            shift = None if shift is None else shift[here]
+            _by_torch(total, scale[here], out[row : row + rows, here], token, shift)
             return
-        rows, columns = total.shape
+        stride = out.stride(0)
         self._starts[rows, columns](
             self._stream(self._index),
             total.data_ptr(),
-            out.data_ptr(),
-            out.stride(0),
+            out.data_ptr() + (row * stride + column) * out.element_size(),
+            stride,
             0 if token is None else token.data_ptr(),
-            scale.data_ptr(),
-            0 if shift is None else shift.data_ptr(),
+            scale.data_ptr() + 4 * column,
+            0 if shift is None else shift.data_ptr() + 4 * column,
             rows,
             columns,
             _across(columns),

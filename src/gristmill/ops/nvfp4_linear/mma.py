@@ -52,6 +52,8 @@ class Mma(Variant):
             return f"takes a bias of fp32, bf16 or fp16, not {details.bias}"
         if not details.weight_packed:
             return "takes codes, scales, row scales and bias that are dense and aligned"
+        if max(problem.rows, problem.dim("N"), problem.dim("K")) >= 2**31 - 256:
+            return "a dimension has 2**31 elements or more"
         if problem.rows * problem.dim("N") >= 2**40:
             return f"{problem.rows} rows of {problem.dim('N')} are more than a grid has"
         return nothing_to_compute(problem)

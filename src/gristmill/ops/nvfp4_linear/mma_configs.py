@@ -62,6 +62,15 @@ class MmaConfig:
     shares: int = 1
     partial: bool = False
 
+    def __post_init__(self) -> None:
+        """ValueError for what no kernel is: a row of a table that says so is passed over."""
+        if self.tokens not in TOKENS:
+            raise ValueError(f"tokens={self.tokens} is none of {TOKENS}")
+        if min(self.slabs, self.groups, self.depth) < 1:
+            raise ValueError(f"{self} has less than one of something")
+        if self.shares not in _SHARES:
+            raise ValueError(f"shares={self.shares} is none of {_SHARES}")
+
     @property
     def threads(self) -> int:
         return WARPGROUP * self.groups

@@ -41,8 +41,10 @@ def linear(
             faster: None, nothing; ``"fp8"``, E4M3 with one scale for each row of x, and the
             weight's values E4M3, too; ``"nvfp4"``, NVFP4 with one global scale for each row of x.
             A permission, not a demand: kernels that keep activations as they are take such calls as
-            well. For activations like normal numbers a row of the result is off by 3.4% of its norm
-            with ``"fp8"`` and by 9.5% with ``"nvfp4"``. Gradients do without.
+            well, and few rows are always theirs. For activations like normal numbers a row of the
+            result is off by 3.4% to 3.6% of its norm with ``"fp8"``, as the weight's values are
+            more or less exact in E4M3, and by 9.5% with ``"nvfp4"``; one rounding to bf16, all that
+            a result loses without `act`, is 0.17%. Gradients do without.
 
     Returns:
         ``(..., N)``, contiguous. The weight's values are exact (those of
@@ -119,10 +121,14 @@ def _arguments(
     out_dtype: torch.dtype | None = None,
     act: str | None = None,
 ) -> Arguments:
-    weight = parts_of("nvfp4_linear", "w4", w4)
-    if weight.width is not None:
-        semantics.check_columns("nvfp4_linear", x, weight.rows, weight.width)
-    return x, *weight[:3], bias, weight.layout, out_dtype, act
+    if not isinstance(w4, PackedNVFP4):
+        codes, scales, row_scale, layout, _ = parts_of("nvfp4_linear", "w4", w4)
+        return x, codes, scales, row_scale, bias, layout, out_dtype, act
+    # What every call of a prepared layer pays for: no more is made here than it takes.
+    row_scale, columns = w4.row_scale, w4.columns
+    if columns is not None:
+        semantics.check_columns("nvfp4_linear", x, row_scale, columns)
+    return x, w4.codes, w4.scales, row_scale, bias, w4.layout, out_dtype, act
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -141,7 +147,7 @@ def _backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         dx = linear_backward(dy, *weight, ctx.columns, ctx.x_dtype)
     if ctx.bias_dtype is not None and ctx.needs_input_grad[4]:
         precise = torch.promote_types(ctx.bias_dtype, torch.float32)
-        rows = dy.reshape(-1, dy.shape[-1])
+        rows = dy.unsqueeze(0).flatten(0, -2)  # of no columns, too
         dbias = rows.sum(0, dtype=precise).to(ctx.bias_dtype)
     return dx, None, None, None, dbias, None, None, None
 

@@ -29,7 +29,7 @@ def check_forward(
     checks.has_rows(op, "x", x)
     weight = Weight(codes, scales, row_scale, layout, x.shape[-1])
     check_weight(op, "", weight, 2, x.device)
-    check_columns(op, x, weight.rows, weight.columns)
+    check_columns(op, x, row_scale, weight.columns)
     if bias is not None:
         checks.float_tensor(op, "bias", bias)
         checks.same_device(op, "bias", bias, "x", x.device)
@@ -44,11 +44,12 @@ def check_forward(
         raise ArgumentError(f"{op}: act must be None, {names}, got {act!r}")
 
 
-def check_columns(op: str, x: Any, rows: int, columns: int) -> None:
-    """That x, if it has any, has the columns of a weight ``(rows, columns)``."""
+def check_columns(op: str, x: Any, row_scale: torch.Tensor, columns: int) -> None:
+    """That x, if it has any, has the columns of a weight of so many and of these rows."""
     if isinstance(x, torch.Tensor) and x.dim() and x.shape[-1] != columns:
+        shape = (*row_scale.shape, columns)
         raise ArgumentError(
-            f"{op}: x must end in K = {columns}, the columns of the weight ({rows}, {columns}), "
+            f"{op}: x must end in K = {columns}, the columns of the weight {shape}, "
             f"got shape {tuple(x.shape)}"
         )
 
@@ -90,7 +91,7 @@ def outputs_forward(
     out_dtype: torch.dtype | None,
     act: str | None,
 ) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], row_scale.shape[0]), dtype=out_dtype or x.dtype)
+    return x.new_empty((*x.shape[:-1], row_scale.shape[0]), dtype=out_dtype)
 
 
 def outputs_backward(

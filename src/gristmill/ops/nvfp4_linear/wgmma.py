@@ -13,7 +13,6 @@ from gristmill.formats.nvfp4.tensor import FRAGMENTS
 from gristmill.jit import Program
 from gristmill.jit.tensor_map import maps_of_rows
 from gristmill.ops import launch
-from gristmill.ops.nvfp4_linear import semantics
 from gristmill.ops.nvfp4_linear.problem import Details, nothing_to_compute
 from gristmill.ops.nvfp4_linear.wgmma_configs import CHUNK, Cut, WgmmaConfig, candidates_of, cut
 from gristmill.select.problem import Problem
@@ -23,9 +22,11 @@ SOURCE = "nvfp4_wgmma.cu"
 TYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "float"}
 BIAS_KINDS = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
-# WgmmaParams: the map of x; codes, scales, row_scale, bias, y; bias_kind; tokens, rows, slabs,
-# chunks; share; token_tiles, row_units, group; up to a multiple of its alignment.
-PARAMS = struct.Struct("<128s 5Q i 4I I 3I 52x".replace(" ", ""))
+# WgmmaParams: the map of x; codes, scales, row_scale, bias, y; and what is the same for all calls
+# of a plan, packed once: bias_kind; tokens, rows, slabs, chunks; share; token_tiles, row_units,
+# group; up to a multiple of the struct's alignment.
+PARAMS = struct.Struct("<128s5Q88s")
+CONSTANTS = struct.Struct("<i8I52x")
 _MOST_UNITS = 2**31 - 1
 
 
@@ -76,6 +77,7 @@ class Wgmma(Variant):
         return (self.program(problem, config),)
 
     def program(self, problem: Problem, config: WgmmaConfig) -> Program:
+        """Of any config: tables ask for its text before they know whether it has a launch."""
         whole = self._cut(problem, config)
         types = (TYPES[str(problem.dtype("x"))], TYPES[str(problem.dtype("out"))])
         sizes = (
@@ -89,6 +91,8 @@ class Wgmma(Variant):
         device, tokens, rows = problem.device, problem.rows, problem.dim("N")
         index, columns = device.index, problem.dim("K")
         whole = self._cut(problem, config)
+        if whole.reason is not None:
+            raise DriverError(f"{self.name}: no launch by {config}: {whole.reason}")
         program = self.program(problem, config)
         tiles = whole.units
         # The producer of a split takes no part in the meetings of its cluster: one tile each.
@@ -109,33 +113,15 @@ class Wgmma(Variant):
             index,
         )
         dtype = str(problem.dtype("x"))
-        map_at = maps_of_rows(dtype, 2, columns, tokens, details.x_stride, (whole.tokens, CHUNK))
-        sizes = (
+        box = (whole.tokens, CHUNK)
+        map_at = maps_of_rows(index, dtype, 2, columns, tokens, details.x_stride, box)
+        constants = CONSTANTS.pack(
             *(BIAS_KINDS[details.bias], tokens, rows, whole.slabs, whole.chunks),
             *(whole.share, whole.token_tiles, whole.row_units, config.group),
         )
-        stream = launch.current_stream
-
-        def run(
-            x: torch.Tensor,
-            codes: torch.Tensor,
-            scales: torch.Tensor,
-            row_scale: torch.Tensor,
-            bias: torch.Tensor | None,
-            y: torch.Tensor,
-        ) -> None:
-            start(
-                stream(index),
-                map_at(x.data_ptr()),
-                codes.data_ptr(),
-                scales.data_ptr(),
-                row_scale.data_ptr(),
-                bias.data_ptr() if bias is not None else 0,
-                y.data_ptr(),
-                *sizes,
-            )
-
-        run = launch.on_device(index, run)
+        out = getattr(torch, str(problem.dtype("out")))
+        copied, x_of = details.copied, details.x_of
+        stream, empty = launch.current_stream, torch.empty
 
         def plan(
             x: torch.Tensor,
@@ -147,14 +133,22 @@ class Wgmma(Variant):
             out_dtype: torch.dtype | None,
             act: str | None,
         ) -> torch.Tensor:
-            y = semantics.outputs_forward(x, codes, scales, row_scale, bias, layout, out_dtype, act)
-            run(details.x_of(x), codes, scales, row_scale, bias, y)
+            y = empty((*x.shape[:-1], rows), dtype=out, device=x.device)
+            if copied:
+                x = x_of(x)
+            start(
+                stream(index),
+                map_at(x.data_ptr()),
+                codes.data_ptr(),
+                scales.data_ptr(),
+                row_scale.data_ptr(),
+                0 if bias is None else bias.data_ptr(),
+                y.data_ptr(),
+                constants,
+            )
             return y
 
-        return plan
+        return launch.on_device(index, plan)
 
     def _cut(self, problem: Problem, config: WgmmaConfig) -> Cut:
-        found = cut(config, problem.rows, problem.dim("N"), problem.dim("K"), problem.device)
-        if found.reason is not None:
-            raise DriverError(f"{self.name}: no launch by {config}: {found.reason}")
-        return found
+        return cut(config, problem.rows, problem.dim("N"), problem.dim("K"), problem.device)

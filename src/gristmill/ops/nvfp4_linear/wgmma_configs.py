@@ -13,6 +13,7 @@ from gristmill.select.problem import Problem
 TOKENS = (8, 16, 32, 64, 96, 128, 192, 256)  # that a tile can have
 SLAB = CHUNK = 64  # rows and columns of a piece
 PIECE_BYTES = 2048 + 256  # codes and scales
+MOST_SPLIT = 8  # blocks of a cluster, on any device that has them
 CANDIDATES = 12  # worth timing for one problem
 
 
@@ -20,7 +21,8 @@ CANDIDATES = 12  # worth timing for one problem
 class WgmmaConfig:
     """A launch of kernels/cuda/nvfp4_wgmma.cu, which explains the words.
 
-    `tokens` is the most that a tile may have: with fewer rows it has as few as hold them all.
+    `tokens` is the most that a tile may have: with fewer rows it has as few as hold them all, if
+    registers allow it.
     `blocks` is how many shall fit on an SM, if shared memory allows it. `persistent`: as many
     blocks as run at once, each with tile after tile. `group` token tiles go side by side.
     """
@@ -34,6 +36,19 @@ class WgmmaConfig:
     blocks: int = 1
     persistent: bool = False
     group: int = 4
+
+    def __post_init__(self) -> None:
+        """ValueError for what no kernel is: a row of a table that says so is passed over."""
+        if self.tokens not in TOKENS:
+            raise ValueError(f"tokens={self.tokens} is none of {TOKENS}")
+        if min(self.row_groups, self.k_groups, self.blocks, self.group) < 1:
+            raise ValueError(f"{self} has less than one of something")
+        if self.depth < 1 or self.depth % self.k_groups:
+            raise ValueError(f"depth={self.depth} is no multiple of k_groups={self.k_groups}")
+        if self.stages < 2:  # a slot is given back when something of the next one has been read
+            raise ValueError(f"stages={self.stages} would wait for ever; at least 2")
+        if not 1 <= self.split <= MOST_SPLIT:
+            raise ValueError(f"split={self.split} is not from 1 to {MOST_SPLIT}")
 
 
 @dataclass(frozen=True)
@@ -86,10 +101,13 @@ def _has_registers(tokens: int, groups: int, blocks: int) -> bool:
     return 512 // warps // 8 * 8 >= 62 + tokens * 17 // 32
 
 
-@functools.lru_cache(maxsize=65536)
+@functools.lru_cache(maxsize=4096)
 def cut(config: WgmmaConfig, rows: int, n: int, k: int, device: Device) -> Cut:
-    few = min(max(rows, 1), config.tokens)
-    tokens = next(size for size in TOKENS if size >= few)
+    groups = config.row_groups * config.k_groups
+    sizes = [size for size in TOKENS if min(rows, config.tokens) <= size <= config.tokens]
+    # Three warpgroups have the registers for 192 tokens, but not for 128: there nobody gives any.
+    # Where the config was chosen for another number of rows it must still have a launch.
+    tokens = next((size for size in sizes if _has_registers(size, groups, 1)), sizes[0])
     slabs, chunks = math.ceil(n / SLAB), math.ceil(k / CHUNK)
     share = math.ceil(chunks / config.split)
     depth, stages = config.depth, config.stages
@@ -100,7 +118,6 @@ def cut(config: WgmmaConfig, rows: int, n: int, k: int, device: Device) -> Cut:
         else:
             depth = max(config.k_groups, depth // 2 // config.k_groups * config.k_groups)
     shared = _shared(config, tokens, depth, stages)
-    groups = config.row_groups * config.k_groups
     # An SM has 1 KB more than a block may have, and each block takes 1 KB of its own.
     blocks = max(1, min(config.blocks, (room + 1024) // (shared + 1024)))
     while blocks > 1 and not _has_registers(tokens, groups, blocks):
@@ -160,7 +177,7 @@ _MANY: dict[int, tuple[Shape, ...]] = {
 _SPLITS = (1, 2, 4, 8)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=1024)
 def candidates(rows: int, n: int, k: int, device: Device) -> tuple[WgmmaConfig, ...]:
     """The configs worth timing, the fastest by the model first; empty if none fits."""
     found: dict[WgmmaConfig, float] = {}
