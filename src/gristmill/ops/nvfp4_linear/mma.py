@@ -12,7 +12,6 @@ import torch
 from gristmill.formats.nvfp4.tensor import FRAGMENTS
 from gristmill.jit import Program
 from gristmill.ops import launch
-from gristmill.ops.nvfp4_linear import semantics
 from gristmill.ops.nvfp4_linear.mma_configs import MmaConfig, Shares, Slots, candidates
 from gristmill.ops.nvfp4_linear.problem import Details, nothing_to_compute
 from gristmill.select.problem import Problem
@@ -23,9 +22,11 @@ TYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "float"}
 BIAS_KINDS = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 MOST_TOKENS = 128
 
-# MmaParams: codes, scales, row_scale, x, bias, y, partials; x_stride; bias_kind; tokens, rows,
-# columns; slabs, chunks; tiles, workers; shares, share, rounds; slot_rounds, slots.
-PARAMS = struct.Struct("<7Q q i 3I 2I 2I 3I 2I".replace(" ", ""))
+# MmaParams: codes, scales, row_scale, x, bias, y, partials; and what is the same for all calls of
+# a plan, packed once: x_stride; bias_kind; tokens, rows, columns; slabs, chunks; tiles, workers;
+# shares, share, rounds; slot_rounds, slots.
+PARAMS = struct.Struct("<7Q64s")
+CONSTANTS = struct.Struct("<qi3I2I2I3I2I4x")
 ADD_THREADS = 256
 
 
@@ -122,39 +123,15 @@ class Mma(Variant):
             )
             add = launch.prepare(call, index)
         stream = launch.current_stream
-        sizes = (
+        constants = CONSTANTS.pack(
             *(details.x_stride, BIAS_KINDS[details.bias], tokens, rows, columns),
             *(shares.slabs, shares.chunks, shares.tiles, workers),
             *(config.shares, shares.share, shares.rounds, slots.rounds, slots.count),
         )
         partial_floats = config.shares * tokens * quads * 4
+        out = getattr(torch, str(problem.dtype("out")))
+        copied, x_of, empty = details.copied, details.x_of, torch.empty
 
-        def run(
-            x: torch.Tensor,
-            codes: torch.Tensor,
-            scales: torch.Tensor,
-            row_scale: torch.Tensor,
-            bias: torch.Tensor | None,
-            y: torch.Tensor,
-        ) -> None:
-            partials = x.new_empty(partial_floats, dtype=torch.float32) if add else None
-            values = (
-                codes.data_ptr(),
-                scales.data_ptr(),
-                row_scale.data_ptr(),
-                x.data_ptr(),
-                bias.data_ptr() if bias is not None else 0,
-                y.data_ptr(),
-                partials.data_ptr() if partials is not None else 0,
-                *sizes,
-            )
-            start(stream(index), *values)
-            if add is not None:
-                add(stream(index), *values)
-
-        return self._plan(details, launch.on_device(index, run))
-
-    def _plan(self, details: Details, run: Callable[..., None]) -> Callable[..., torch.Tensor]:
         def plan(
             x: torch.Tensor,
             codes: torch.Tensor,
@@ -165,11 +142,26 @@ class Mma(Variant):
             out_dtype: torch.dtype | None,
             act: str | None,
         ) -> torch.Tensor:
-            y = semantics.outputs_forward(x, codes, scales, row_scale, bias, layout, out_dtype, act)
-            run(details.x_of(x), codes, scales, row_scale, bias, y)
+            y = empty((*x.shape[:-1], rows), dtype=out, device=x.device)
+            if copied:
+                x = x_of(x)
+            partials = x.new_empty(partial_floats, dtype=torch.float32) if add else None
+            values = (
+                codes.data_ptr(),
+                scales.data_ptr(),
+                row_scale.data_ptr(),
+                x.data_ptr(),
+                0 if bias is None else bias.data_ptr(),
+                y.data_ptr(),
+                0 if partials is None else partials.data_ptr(),
+                constants,
+            )
+            start(stream(index), *values)
+            if add is not None:
+                add(stream(index), *values)
             return y
 
-        return plan
+        return launch.on_device(index, plan)
 
     def _workers(
         self,
