@@ -212,7 +212,7 @@ def test_a_config_without_a_launch_is_an_error_of_bind_alone(
         ({"rows": 0}, "nothing to compute"),
         ({"rows": 2**31}, "2**31 elements"),
         ({"dims": (("N", 2**31), ("K", 4096))}, "2**31 elements"),
-        ({"rows": 2**30, "dims": (("N", 2**12), ("K", 64))}, "more tiles"),
+        ({"rows": 2**30, "dims": (("N", 2**12), ("K", 64))}, "more than a grid has"),
         ({"device": KNOWN["sm_80"]}, "sm_90a alone"),
         ({"device": KNOWN["sm_100a"]}, "sm_90a alone"),
     ],

@@ -9,17 +9,15 @@ from typing import Any
 
 import torch
 
-from gristmill.formats.nvfp4.tensor import FRAGMENTS
 from gristmill.jit import Program
 from gristmill.ops import launch
+from gristmill.ops.nvfp4_linear.fused import BIAS_KINDS, TYPES, cannot_fuse
 from gristmill.ops.nvfp4_linear.mma_configs import MmaConfig, Shares, Slots, candidates
-from gristmill.ops.nvfp4_linear.problem import Details, nothing_to_compute
+from gristmill.ops.nvfp4_linear.problem import Details
 from gristmill.select.problem import Problem
 from gristmill.select.variant import Variant
 
 SOURCE = "nvfp4_mma.cu"
-TYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "float"}
-BIAS_KINDS = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 MOST_TOKENS = 128
 
 # MmaParams: codes, scales, row_scale, x, bias, y, partials; and what is the same for all calls of
@@ -38,26 +36,10 @@ class Mma(Variant):
     config_type = MmaConfig
 
     def supports(self, problem: Problem) -> str | None:
-        device, details = problem.device, problem.layout
-        if device.kind != "cuda":
-            return f"needs a CUDA device, not {device.kind}"
-        if device.capability < (8, 0):
+        device = problem.device
+        if device.kind == "cuda" and device.capability < (8, 0):
             return f"needs compute capability 8.0 or later, not {device.arch}"
-        if FRAGMENTS not in problem.flags:
-            return f"takes weights in layout {FRAGMENTS!r}"
-        if problem.dtype("x") not in ("bfloat16", "float16"):
-            return f"takes x of bf16 or fp16, not {problem.dtype('x')}"
-        if problem.dtype("out") not in TYPES:
-            return f"gives fp32, bf16 or fp16, not {problem.dtype('out')}"
-        if details.bias not in BIAS_KINDS:
-            return f"takes a bias of fp32, bf16 or fp16, not {details.bias}"
-        if not details.weight_packed:
-            return "takes codes, scales, row scales and bias that are dense and aligned"
-        if max(problem.rows, problem.dim("N"), problem.dim("K")) >= 2**31 - 256:
-            return "a dimension has 2**31 elements or more"
-        if problem.rows * problem.dim("N") >= 2**40:
-            return f"{problem.rows} rows of {problem.dim('N')} are more than a grid has"
-        return nothing_to_compute(problem)
+        return cannot_fuse(problem)
 
     def declines(self, problem: Problem) -> str | None:
         if problem.rows > MOST_TOKENS:

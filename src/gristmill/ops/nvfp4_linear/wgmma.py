@@ -9,25 +9,22 @@ from typing import Any
 import torch
 
 from gristmill.errors import DriverError
-from gristmill.formats.nvfp4.tensor import FRAGMENTS
 from gristmill.jit import Program
 from gristmill.jit.tensor_map import maps_of_rows
 from gristmill.ops import launch
-from gristmill.ops.nvfp4_linear.problem import Details, nothing_to_compute
+from gristmill.ops.nvfp4_linear.fused import BIAS_KINDS, TYPES, cannot_fuse
+from gristmill.ops.nvfp4_linear.problem import Details
 from gristmill.ops.nvfp4_linear.wgmma_configs import CHUNK, Cut, WgmmaConfig, candidates_of, cut
 from gristmill.select.problem import Problem
 from gristmill.select.variant import Variant
 
 SOURCE = "nvfp4_wgmma.cu"
-TYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "float"}
-BIAS_KINDS = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
 # WgmmaParams: the map of x; codes, scales, row_scale, bias, y; and what is the same for all calls
 # of a plan, packed once: bias_kind; tokens, rows, slabs, chunks; share; token_tiles, row_units,
 # group; up to a multiple of the struct's alignment.
 PARAMS = struct.Struct("<128s5Q88s")
 CONSTANTS = struct.Struct("<i8I52x")
-_MOST_UNITS = 2**31 - 1
 
 
 class Wgmma(Variant):
@@ -38,26 +35,10 @@ class Wgmma(Variant):
     config_type = WgmmaConfig
 
     def supports(self, problem: Problem) -> str | None:
-        device, details = problem.device, problem.layout
-        if device.kind != "cuda":
-            return f"needs a CUDA device, not {device.kind}"
-        if device.capability != (9, 0):
+        device = problem.device
+        if device.kind == "cuda" and device.capability != (9, 0):
             return f"uses instructions of sm_90a alone, not {device.arch}"
-        if FRAGMENTS not in problem.flags:
-            return f"takes weights in layout {FRAGMENTS!r}"
-        if problem.dtype("x") not in ("bfloat16", "float16"):
-            return f"takes x of bf16 or fp16, not {problem.dtype('x')}"
-        if problem.dtype("out") not in TYPES:
-            return f"gives fp32, bf16 or fp16, not {problem.dtype('out')}"
-        if details.bias not in BIAS_KINDS:
-            return f"takes a bias of fp32, bf16 or fp16, not {details.bias}"
-        if not details.weight_packed:
-            return "takes codes, scales, row scales and bias that are dense and aligned"
-        if max(problem.rows, problem.dim("N"), problem.dim("K")) > _MOST_UNITS - 256:
-            return "a dimension has 2**31 elements or more"
-        if problem.rows * problem.dim("N") // 512 > _MOST_UNITS:
-            return "more tiles than a grid has"
-        return nothing_to_compute(problem)
+        return cannot_fuse(problem)
 
     def config(self, problem: Problem) -> WgmmaConfig:
         return candidates_of(problem)[0]
