@@ -106,8 +106,7 @@ class Weight(NamedTuple):
         slabs = slice(rows.start // fragments.ROWS, -(-rows.stop // fragments.ROWS))
         chunks = slice(columns.start // fragments.COLUMNS, -(-columns.stop // fragments.COLUMNS))
         codes, scales = (
-            _aligned(_chosen(part[..., slabs, chunks, :], experts))
-            for part in (self.codes, self.scales)
+            _chosen(part[..., slabs, chunks, :], experts) for part in (self.codes, self.scales)
         )
         first, left = slabs.start * fragments.ROWS, chunks.start * fragments.COLUMNS
         codes, scales = packing.unpack(codes, scales, rows.stop - first, columns.stop - left)
@@ -131,11 +130,6 @@ def _chosen(stack: torch.Tensor, experts: slice | torch.Tensor) -> torch.Tensor:
         raw = stack.view(torch.uint8).index_select(0, experts)
         return raw.view(stack.dtype)
     return stack if experts == EVERY else stack[experts]
-
-
-def _aligned(part: torch.Tensor) -> torch.Tensor:
-    """Bytes that can be read as words: a copy where they begin in the middle of one."""
-    return part.clone() if part.storage_offset() % 16 else part
 
 
 def pieces(total: int, most: int, least: int = 1) -> Iterator[range]:
