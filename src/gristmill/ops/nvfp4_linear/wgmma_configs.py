@@ -219,7 +219,8 @@ def _ways(whole: Cut, device: Device) -> Iterator[WgmmaConfig]:
 
 # Cycles of an SM for a piece of the weight by what limits them, and microseconds. Fitted to the
 # times of launches of 84 products on an H200, M = 1 to 4096: the one that it puts first is 2.8%
-# slower than the best in the mean, 27% at worst (128 tokens by 24576x1536). The parts explain nothing.
+# slower than the best in the mean, 27% at worst (128 tokens by 24576x1536). The parts explain
+# nothing.
 _CLOCK = 1750.0  # per microsecond
 _ISSUE, _ISSUE_TOKEN = 122.7, 1.305
 _TENSOR_TOKEN = 2.236
