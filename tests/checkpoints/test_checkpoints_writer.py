@@ -96,11 +96,16 @@ def test_there_and_back(tmp_path: Path) -> None:
     assert list(checkpoint.modules()) == ["a", "b"]
 
 
+@pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("arch", ["cpu", "sm_80", "sm_90a", "sm_100a"])
-def test_what_is_prepared_for_a_gpu_is_unpacked(tmp_path: Path, arch: str) -> None:
+def test_what_is_prepared_for_a_gpu_is_unpacked(tmp_path: Path, arch: str, pairs: bool) -> None:
     q, k = weight(64, 64), weight(40, 64, 1, 0.5)
-    experts = stacked(weight(16, 32, 2), weight(16, 32, 3, 0.5))
-    packed = {"a.qk_proj": below(q, k).prepare(arch), "b.experts.down_proj": experts.prepare(arch)}
+    experts = stacked(weight(16, 32, 4), weight(16, 32, 3, 0.5))
+    assert experts.scales.view(torch.uint8).all()  # beside zeros codes come back as zeros
+    packed = {
+        "a.qk_proj": below(q, k).prepare(arch),
+        "b.experts.down_proj": experts.prepare(arch, pairs=pairs),
+    }
     shards = {"a.qk_proj": {"q_proj": 64, "k_proj": 40}}
     save_modelopt(tmp_path, {**packed, "n.weight": torch.ones(3)}, shards=shards)
     checkpoint = Checkpoint(tmp_path)

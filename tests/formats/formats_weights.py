@@ -23,9 +23,11 @@ def weight(*shape: int, seed: int = 0, zeros: bool = True) -> NVFP4Tensor:
     return NVFP4Tensor(codes, scales.to(torch.uint8).view(E4M3), row_scale)
 
 
-def packed(q: NVFP4Tensor) -> PackedNVFP4:
-    """In fragments, stacks too."""
-    return PackedNVFP4(*packing.pack(q.codes, q.scales), q.row_scale, "fragments", q.shape[-1])
+def packed(q: NVFP4Tensor, *, pairs: bool = False) -> PackedNVFP4:
+    """In fragments or pairs, stacks too."""
+    layout = "pairs" if pairs else "fragments"
+    parts = packing.pack(q.codes, q.scales, pairs=pairs)
+    return PackedNVFP4(*parts, q.row_scale, layout, q.shape[-1])
 
 
 def clone(q: NVFP4Tensor) -> NVFP4Tensor:

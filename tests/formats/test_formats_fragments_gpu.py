@@ -25,6 +25,38 @@ def test_a_gpu_gives_the_same_bytes(shape: tuple[int, ...]) -> None:
     assert same(p.unpack().to("cpu"), expected.unpack())
 
 
+@pytest.mark.parametrize("shape", [(16, 16), (96, 80), (3, 208, 336), (5, 192, 2080)])
+def test_a_gpu_gives_the_same_pairs(shape: tuple[int, ...]) -> None:
+    q = weight(*shape)
+    expected = packed(q, pairs=True)
+    p = packed(q.to("cuda"), pairs=True)
+    assert same(p.to("cpu"), expected)
+    assert same(p.unpack().to("cpu"), expected.unpack())
+    again = q.to("cuda").prepare("sm_90a", in_place=True, pairs=True)
+    assert same(again.to("cpu"), expected)
+
+
+def test_a_gpu_packs_experts_in_place_and_a_matrix_beside() -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    codes, scales = (
+        torch.randint(limit, shape, dtype=torch.uint8, device="cuda", generator=generator)
+        for limit, shape in ((256, (16, 4096, 3584)), (127, (16, 4096, 448)))
+    )
+    q = NVFP4Tensor(codes, scales.view(E4M3), torch.ones(16, device="cuda"))
+    last = NVFP4Tensor(codes[-1].cpu(), scales[-1].cpu().view(E4M3), torch.ones(()))
+    weight(64, 64).to("cuda").prepare("sm_90a", in_place=True, pairs=True)  # compiled
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    p = q.prepare("sm_90a", in_place=True, pairs=True)
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before <= last.nbytes + (1 << 20)
+    assert p.codes.data_ptr() == codes.data_ptr()
+    expected = packed(last, pairs=True)
+    assert torch.equal(p.codes[-1].cpu(), expected.codes)
+    assert torch.equal(p.scales[-1].cpu(), expected.scales)
+
+
 def test_a_gpu_reads_any_strides() -> None:
     q = weight(130, 208)
     expected = packed(q)

@@ -7,7 +7,7 @@ import torch
 from formats_weights import clone, packed, same, weight
 
 from gristmill.errors import ArgumentError
-from gristmill.formats.nvfp4 import NVFP4Tensor, PackedNVFP4, packing
+from gristmill.formats.nvfp4 import NVFP4Tensor, packing
 
 
 @pytest.mark.parametrize("scratch", [1, 10000, 16 << 20])
@@ -26,20 +26,47 @@ def test_in_place(scratch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept.scales._version > versions[1]
 
 
-def test_a_stack_in_place() -> None:
-    q = weight(3, 128, 64)
-    expected = packed(q)
-    codes, scales = packing.pack(q.codes, q.scales, in_place=True)
-    assert same(PackedNVFP4(codes, scales, q.row_scale, "fragments", 64), expected)
-    assert codes.data_ptr() == q.codes.data_ptr()
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("scratch", [1, 20000, 16 << 20])
+def test_a_stack_in_place(scratch: int, pairs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "SCRATCH", scratch)
+    q = weight(5, 192, 64)
+    expected = packed(q, pairs=pairs)
+    p = q.prepare("sm_90a", in_place=True, pairs=pairs)
+    assert same(p, expected)
+    assert p.layout == expected.layout
+    assert p.codes.data_ptr() == q.codes.data_ptr()
+    assert p.scales.data_ptr() == q.scales.data_ptr()
 
 
-@pytest.mark.parametrize("shape", [(64, 80), (65, 64), (0, 64), (1, 16)])
+@pytest.mark.parametrize("shape", [(5, 192, 64), (192, 64)])
+@pytest.mark.parametrize(("scratch", "matrices"), [(1, 1), (2 * 192 * 36, 2)])
+def test_no_more_is_copied_than_a_matrix(
+    shape: tuple[int, ...], scratch: int, matrices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or than the scratch buffer holds, if that is more."""
+    made: list[torch.Tensor] = []
+
+    def empty_like(part: torch.Tensor) -> torch.Tensor:
+        made.append(torch.empty(part.shape, dtype=part.dtype))
+        return made[-1]
+
+    q = weight(*shape)
+    monkeypatch.setattr(packing, "SCRATCH", scratch)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty_like", empty_like)
+        q.prepare("sm_90a", in_place=True, pairs=True)
+    matrices = min(matrices, q.codes.numel() // (192 * 32))
+    assert [part.nbytes for part in made] == [matrices * 192 * 32, matrices * 192 * 4]
+
+
+@pytest.mark.parametrize("shape", [(64, 80), (65, 64), (0, 64), (1, 16), (3, 48, 64), (0, 64, 64)])
 def test_what_must_be_padded_is_left_as_it_is(shape: tuple[int, ...]) -> None:
-    q, kept = weight(*shape), weight(*shape)
-    p = q.prepare("sm_90a", in_place=True)
-    assert same(p, kept.prepare("sm_90a"))
-    assert same(q, kept)
+    for pairs in (False, True) if shape[-2] % 16 == 0 else (False,):
+        q, kept = weight(*shape), weight(*shape)
+        p = q.prepare("sm_90a", in_place=True, pairs=pairs)
+        assert same(p, kept.prepare("sm_90a", pairs=pairs))
+        assert same(q, kept)
 
 
 def test_what_is_not_aligned_is_left_as_it_is() -> None:
@@ -57,7 +84,7 @@ def test_what_is_not_aligned_is_left_as_it_is() -> None:
 
 def test_in_place_where_nothing_changes() -> None:
     q = weight(3, 64, 64)
-    for arch in ("cpu", "sm_90a"):  # of stacks
+    for arch in ("cpu", "sm_89"):  # of stacks
         p = q.prepare(arch, in_place=True)
         assert p.layout == "rows"
         assert p.codes.data_ptr() == q.codes.data_ptr()

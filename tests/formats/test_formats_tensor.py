@@ -108,14 +108,14 @@ def test_rows_are_views(per_row: bool) -> None:
 @pytest.mark.parametrize(
     ("arch", "shape"),
     [
-        *((arch, (3, 40, 96)) for arch in ("sm_80", "sm_89", "sm_90", "sm_90a", "cpu", None)),
+        *((arch, (3, 48, 96)) for arch in ("sm_80", "sm_89", "sm_75", "cpu", None)),
         *((arch, (40, 96)) for arch in ("sm_70", "sm_75", "cpu", None)),
     ],
 )
 def test_rows_stay_as_they_are(arch: str | None, shape: tuple[int, ...]) -> None:
-    """Those of stacks before Blackwell, and of any weight where no tensor core is to read it."""
+    """Those of stacks before Hopper, and of any weight where no tensor core is to read it."""
     source = weight(*shape)
-    packed = source.prepare(arch)
+    packed = source.prepare(arch, pairs=shape[-2] == 48)
     assert packed.layout == "rows"
     assert packed.codes.data_ptr() == source.codes.data_ptr()
     assert packed.scales.data_ptr() == source.scales.data_ptr()
@@ -124,12 +124,24 @@ def test_rows_stay_as_they_are(arch: str | None, shape: tuple[int, ...]) -> None
     assert torch.equal(dequantize(packed), dequantize(source))
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_90a"])
-def test_from_ampere_to_hopper_a_weight_lies_in_fragments(arch: str) -> None:
-    source = weight(40, 96, per_row=True)
-    packed = source.prepare(arch)
-    assert (packed.layout, packed.columns, packed.shape) == ("fragments", 96, (40, 96))
-    assert (packed.codes.shape, packed.scales.shape) == ((1, 2, 2048), (1, 2, 256))
+@pytest.mark.parametrize(
+    ("arch", "stack"),
+    [
+        *((arch, ()) for arch in ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a")),
+        *((arch, (3,)) for arch in ("sm_90", "sm_90a")),
+    ],
+)
+@pytest.mark.parametrize("pairs", [False, True])
+def test_from_ampere_to_hopper_a_weight_lies_in_fragments(
+    arch: str, stack: tuple[int, ...], pairs: bool
+) -> None:
+    """Stacks on Hopper alone."""
+    shape = (*stack, 48, 96)
+    source = weight(*shape, per_row=True)
+    packed = source.prepare(arch, pairs=pairs)
+    layout = "pairs" if pairs else "fragments"
+    assert (packed.layout, packed.columns, packed.shape) == (layout, 96, shape)
+    assert (packed.codes.shape, packed.scales.shape) == ((*stack, 1, 2, 2048), (*stack, 1, 2, 256))
     assert packed.row_scale.data_ptr() == source.global_scale.data_ptr()
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         assert torch.equal(dequantize(packed, dtype), dequantize(source, dtype))
@@ -163,7 +175,9 @@ def test_an_architecture_is_a_string(arch: Any) -> None:
 def test_an_unknown_layout_is_refused(layout: Any) -> None:
     parts = weight(2, 16).prepare()
     packed = PackedNVFP4(parts.codes, parts.scales, parts.row_scale, layout)
-    told = f"layout of a PackedNVFP4 must be 'rows', 'tiles' or 'fragments', got {layout!r}"
+    told = (
+        f"layout of a PackedNVFP4 must be 'rows', 'tiles', 'fragments' or 'pairs', got {layout!r}"
+    )
     with pytest.raises(ArgumentError, match=f"unpack: the {told}"):
         packed.unpack()
     with pytest.raises(ArgumentError, match=f"dequantize: the {told}"):

@@ -34,6 +34,8 @@ NAMES = tuple(
 )
 # One piece and less, one block and more; columns in whole chunks, vectors, half vectors.
 SHAPES = [(1, 16), (64, 64), (63, 48), (65, 512), (130, 528), (192, 1056), (3, 65, 80)]
+# Of gate and up: the halves of a slab, a part of one, and halves that end within a slab.
+PAIRS = [(16, 16), (64, 64), (48, 48), (80, 528), (192, 80), (3, 160, 80), (2, 2, 96, 64)]
 
 
 class Device:
@@ -46,16 +48,22 @@ class Device:
         self.traffic: list[Traffic] = []
 
     def launch(self, name: str, grid: int, device: torch.device, values: tuple[int, ...]) -> None:
-        codes, scales, packed, packed_scales, stride, scales_stride, rows, blocks, *rest = values
-        chunks, groups = rest
+        codes, scales, packed, packed_scales, *strides, rows, blocks, chunks, groups = values[:12]
+        slabs, half = values[12:]
         assert groups == -(-chunks // packing.CHUNKS)
-        slabs = grid // groups
+        assert slabs == -(-rows // fragments.ROWS)
+        assert half in (0, rows / 2)
+        pieces, rest = divmod(grid * chunks, groups)
+        matrices = grid // (groups * slabs)
+        assert (rest, matrices * slabs * groups) == (0, grid)
+        stride, scales_stride, far, scales_far = strides
         packs = name.startswith("pack")
+        last = (rows - 1) * stride + blocks * 8, (rows - 1) * scales_stride + blocks
         buffers = [
-            Buffer(codes, (rows - 1) * stride + blocks * 8, writable=not packs),
-            Buffer(scales, (rows - 1) * scales_stride + blocks, writable=not packs),
-            Buffer(packed, slabs * chunks * fragments.CODES, writable=packs),
-            Buffer(packed_scales, slabs * chunks * fragments.SCALES, writable=packs),
+            Buffer(codes, (matrices - 1) * far + last[0], writable=not packs),
+            Buffer(scales, (matrices - 1) * scales_far + last[1], writable=not packs),
+            Buffer(packed, pieces * fragments.CODES, writable=packs),
+            Buffer(packed_scales, pieces * fragments.SCALES, writable=packs),
         ]
         traffic = self.emulator.launch(
             Program(packing.SOURCE, (name,)),
@@ -114,6 +122,34 @@ def test_both_ways(device: Device, shape: tuple[int, ...]) -> None:
         assert equal(packing.unpack(*packed, *shape[-2:]), back)
     kinds = {name.partition("<")[0] for name in device.names}
     assert kinds == {"pack", "unpack"}
+
+
+@pytest.mark.parametrize("shape", PAIRS, ids=str)
+def test_pairs_both_ways(device: Device, shape: tuple[int, ...]) -> None:
+    codes, scales = weight(*shape)
+    expected = fragments.pack(codes, scales, pairs=True)
+    back = fragments.unpack(*expected, *shape[-2:], pairs=True)
+    for order in ORDERS:
+        device.order = order
+        packed = packing.pack(codes, scales.view(E4M3), pairs=True)
+        assert equal(packed, expected)
+        assert equal(packing.unpack(*packed, *shape[-2:], pairs=True), back)
+    assert len(device.names) == 2 * len(ORDERS)
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize(("first", "step"), [(0, 16), (8, 8), (3, 1)])
+def test_a_part_of_a_stack_in_one_launch(
+    device: Device, first: int, step: int, pairs: bool
+) -> None:
+    """Matrices at any distance from each other, and no more aligned than that allows."""
+    codes, scales = weight(3, 80, 96)
+    expected = fragments.pack(codes, scales, pairs=pairs)
+    room = torch.full((3, 80 * 64 + 16 + step), 255, dtype=torch.uint8)
+    apart = room.as_strided((3, 80, 48), (room.stride(0), 64, 1), first).copy_(codes)
+    found = packing.pack(apart, scales.view(E4M3), pairs=pairs)
+    assert device.names == [f"pack<{step},1>"]
+    assert equal(found, expected)
 
 
 def test_every_code_beside_every_scale(device: Device) -> None:
@@ -205,6 +241,21 @@ def test_in_place(device: Device, scratch: int, monkeypatch: pytest.MonkeyPatch)
     assert codes._version == 1
 
 
+@pytest.mark.parametrize(("scratch", "launches"), [(1, 5), (40000, 3), (1 << 20, 1)])
+def test_pairs_in_place(
+    device: Device, scratch: int, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A matrix at a time at least: every slab has rows from both of its halves."""
+    monkeypatch.setattr(packing, "SCRATCH", scratch)
+    codes, scales = weight(5, 192, 128)
+    expected = fragments.pack(codes, scales, pairs=True)
+    places = codes.data_ptr(), scales.data_ptr()
+    found = packing.pack(codes, scales.view(E4M3), in_place=True, pairs=True)
+    assert equal(found, expected)
+    assert (found[0].data_ptr(), found[1].data_ptr()) == places
+    assert device.names == ["pack<16,4>"] * launches
+
+
 ERRORS: list[Callable[[], Exception]] = [
     lambda: CompilerUnavailable("no compiler"),
     lambda: CompileError("no compiler"),
@@ -215,9 +266,11 @@ ERRORS: list[Callable[[], Exception]] = [
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda make: type(make()).__name__)
 @pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("pairs", [False, True])
 def test_without_a_kernel_torch_packs(
     error: Callable[[], Exception],
     in_place: bool,
+    pairs: bool,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -228,11 +281,11 @@ def test_without_a_kernel_torch_packs(
     monkeypatch.setattr(packing, "load", load)
     monkeypatch.setattr(packing, "SCRATCH", 1)
     forget_warnings()
-    codes, scales = weight(128, 64)
-    expected = fragments.pack(codes, scales)
-    q = NVFP4Tensor(codes, scales.view(E4M3), torch.ones(()))
+    codes, scales = weight(2, 128, 64)
+    expected = fragments.pack(codes, scales, pairs=pairs)
+    q = NVFP4Tensor(codes, scales.view(E4M3), torch.ones(2))
     with caplog.at_level("WARNING", "gristmill"):
-        packed = q.prepare("sm_90a", in_place=in_place)
+        packed = q.prepare("sm_90a", in_place=in_place, pairs=pairs)
         packed.unpack()
     assert equal((packed.codes, packed.scales), expected)
     (record,) = caplog.records

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,7 +34,7 @@ from torch.func import functional_call, stack_module_state
 
 from gristmill import nvfp4
 from gristmill.errors import ArgumentError
-from gristmill.nn import NVFP4Linear, NVFP4MoE
+from gristmill.nn import NVFP4Linear
 
 Become = Callable[[str], None]
 
@@ -312,29 +311,6 @@ def test_packed_layers_are_run_by_ddp_and_fsdp(arch: str) -> None:
     other = torch.nn.Sequential(NVFP4Linear(48, 64), NVFP4Linear(64, 40))
     set_model_state_dict(other, stored, options=options)
     torch.testing.assert_close(other(x), expected)
-
-
-# --- experts
-
-
-def test_experts_follow_their_device(become: Become) -> None:
-    made = NVFP4MoE.from_experts(
-        torch.randn(4, 48, 64), torch.randn(4, 48, 64), torch.randn(4, 64, 48)
-    )
-    wanted = copied(made.state_dict())
-    weights, ids = torch.softmax(torch.randn(5, 4), -1).topk(2)
-    args = (torch.randn(5, 64), weights, ids)
-    expected = made(*args)
-    for arch, layout in (("sm_100a", "tiles"), ("sm_90a", "rows"), ("sm_100a", "tiles")):
-        become(arch)
-        assert made.to("cpu").layout == layout
-        assert_state(made, wanted)
-        torch.testing.assert_close(made(*args), expected)
-        fresh = NVFP4MoE(4, 64, 48)
-        assert fresh.layout == layout
-        fresh.load_state_dict(wanted)
-        assert_state(fresh, wanted)
-        assert_state(pickle.loads(pickle.dumps(made)), wanted)
 
 
 # --- on a GPU

@@ -68,14 +68,21 @@ def test_from_experts_is_each_matrix_quantised_for_itself(rows: int, as_list: bo
 def test_biases_activation_and_limit_reach_the_op() -> None:
     layers = dense()
     biases = {"w13_bias": torch.randn(EXPERTS, 2 * INNER), "w2_bias": torch.randn(EXPERTS, HIDDEN)}
-    options = {"activation": "swiglu_oai", "limit": 1.0}
+    options = {"activation": "swiglu_oai", "limit": 1.0, "alpha": 1.5}
     made = NVFP4MoE.from_experts(*layers, **biases, **options)
     args = routing(5)
     assert torch.equal(made(*args), nvfp4.moe(*args, made.w13, made.w2, **biases, **options))
     assert not torch.equal(made(*args), nvfp4.moe(*args, made.w13, made.w2))
     assert repr(made) == (
         "NVFP4MoE(num_experts=4, hidden_size=64, intermediate_size=48, bias=True, "
-        "activation='swiglu_oai', limit=1.0)"
+        "activation='swiglu_oai', limit=1.0, alpha=1.5)"
+    )
+    assert not torch.equal(
+        made(*args), nvfp4.moe(*args, made.w13, made.w2, **biases, **{**options, "alpha": None})
+    )
+    del made.__dict__["alpha"]  # as of a pickle from before there was one
+    torch.testing.assert_close(
+        made(*args), nvfp4.moe(*args, made.w13, made.w2, **biases, **{**options, "alpha": 1.702})
     )
 
 

@@ -36,6 +36,7 @@ def moe_parts(device: str = "cpu") -> tuple[tuple[nvfp4.NVFP4Tensor, ...], dict[
         "w13_bias": normal(E, 2 * INNER, seed=2).to(device),
         "w2_bias": normal(E, H, seed=3).to(device),
         "activation": "swiglu_oai",
+        "alpha": 1.5,
         "limit": 1.5,
         "expert_map": torch.tensor([2, -1, 0, 3, 1, -1], dtype=torch.int32, device=device),
     }
@@ -175,8 +176,30 @@ def test_moe_is_nvfp4_moe(plain: bool, dtype: torch.dtype, device: str) -> None:
         hidden, *routing = routed(rows, E if plain else 6, device)
         args = (hidden.to(dtype), *routing)
         result = moe_gemm(*args, runner_id, runner.hidden_size)
-        assert torch.equal(result, nvfp4.moe(*args, *stacks, **options))
+        assert torch.equal(result, nvfp4.moe(*args, runner.w13, runner.w2, **options))
+        close = {"rtol": 0.05, "atol": 0.05} if dtype == torch.bfloat16 else {}
+        torch.testing.assert_close(result, nvfp4.moe(*args, *stacks, **options), **close)
         assert result.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("arch", "layouts"), [("sm_90a", ("pairs", "fragments")), ("sm_100a", ("tiles", "tiles"))]
+)
+def test_experts_are_laid_out_for_their_device(
+    arch: str, layouts: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here a CPU that passes for another; weights that are packed already stay as they are."""
+    stacks, options = moe_parts()
+    args = routed(7, 6)
+    expected = nvfp4.moe(*args, *stacks, **options)
+    monkeypatch.setattr(formats, "arch_of", lambda device: arch)
+    runner = Nvfp4MoeRunner(*stacks, **options)
+    assert (runner.w13.layout, runner.w2.layout) == layouts
+    assert f"layout={layouts[1]!r}" in repr(runner)
+    again = Nvfp4MoeRunner(runner.w13, runner.w2, **options)
+    assert again.w13 is runner.w13
+    for one in (runner, again, pickled(runner)):
+        torch.testing.assert_close(one._run_impl(*args), expected)
 
 
 def test_every_option_of_moe_reaches_it() -> None:
@@ -189,7 +212,9 @@ def test_every_option_of_moe_reaches_it() -> None:
 
     whole = run(**options)
     for name in options:
-        less = {key: value for key, value in options.items() if key != name}
+        # Without its activation, alpha has no meaning.
+        gone = (name, "alpha") if name == "activation" else (name,)
+        less = {key: value for key, value in options.items() if key not in gone}
         assert not torch.equal(run(**less), whole), name
 
 
@@ -210,9 +235,8 @@ def test_a_network_of_runners_compiles(device: str) -> None:
     torch._dynamo.reset()
     x = normal(7, H).to(device)
     compiled = torch.compile(network, backend="aot_eager", fullgraph=True)
-    expected = (
-        nvfp4.moe(nvfp4.linear(x, linear.weight, bias).relu(), weights, ids, *stacks, **options) + x
-    )
+    hidden = nvfp4.linear(x, linear.weight, bias).relu()
+    expected = nvfp4.moe(hidden, weights, ids, experts.w13, experts.w2, **options) + x
     torch.testing.assert_close(compiled(x), expected)
 
 
@@ -307,6 +331,11 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "Nvfp4LinearRunner: weight must be an NVFP4Tensor or a PackedNVFP4, got Tensor",
     ),
     "a stack": (bad_linear(weight=STACK), ArgumentError, "codes must have shape.*got \\(4, 32, 16"),
+    "a weight in pairs": (
+        bad_linear(weight=MATRIX.prepare("sm_90a", pairs=True)),
+        ArgumentError,
+        "nvfp4_linear: layout must be .* got 'pairs', which is for w13 of nvfp4.moe",
+    ),
     "bias shape": (bad_linear(bias=normal(N + 1)), ArgumentError, "bias must have shape \\(48,\\)"),
     "bias dtype": (bad_linear(bias=torch.ones(N).int()), DtypeError, "bias must have dtype"),
     "bias device": (
@@ -325,6 +354,22 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         bad_moe(w13=STACK.prepare("sm_100a")),
         ArgumentError,
         "w13 and w2 must have one layout, got 'tiles' and 'rows'",
+    ),
+    "fragments": (
+        bad_moe(w13=STACK.prepare("sm_90a"), w2=moe_parts()[0][1].prepare("sm_90a")),
+        ArgumentError,
+        "w13 must have layout 'pairs' beside w2 in layout 'fragments', got 'fragments' and "
+        r"'fragments'; call prepare\(pairs=True\) on w13",
+    ),
+    "pairs": (
+        bad_moe(w13=STACK.prepare("sm_90a", pairs=True)),
+        ArgumentError,
+        "w13 and w2 must have one layout, got 'pairs' and 'rows'",
+    ),
+    "alpha": (
+        bad_moe(activation="silu", alpha=1.0),
+        ArgumentError,
+        "alpha is the slope in 'swiglu_oai'",
     ),
     "w13_bias": (bad_moe(w13_bias=normal(E, H + 1)), ArgumentError, "w13_bias must have shape"),
     "w2_bias": (bad_moe(w2_bias=normal(E, H + 1)), ArgumentError, "w2_bias must have shape"),

@@ -129,6 +129,13 @@ def test_expert_parallel_ranks_sum_to_the_whole(producer: str, matrices: Matrice
                 * (u.clamp(-0.5, 0.5) + 1)
             ),
         ),
+        (
+            "swigluoai_uninterleave",
+            {"swiglu_limit": 9.0, "swiglu_alpha": 0.75, "swiglu_beta": 1.0},
+            lambda g, u: (
+                g.clamp(max=9.0) * torch.sigmoid(0.75 * g.clamp(max=9.0)) * (u.clamp(-9, 9) + 1)
+            ),
+        ),
     ],
 )
 def test_activations(name: str, more: dict[str, float], activate: Any, matrices: Matrices) -> None:
@@ -262,8 +269,12 @@ def test_damaged_scales_are_refused(matrices: Matrices) -> None:
         ),
         ({"activation": "gelu_tanh"}, "the activation 'gelu_tanh' is not supported"),
         (
-            {"activation": "swigluoai_uninterleave", "swiglu_alpha": 1.0, "swiglu_beta": 1.0},
-            "swiglu_alpha is 1.0; .* supported with 1.702",
+            {"activation": "swigluoai_uninterleave", "swiglu_alpha": 1.0, "swiglu_beta": 0.5},
+            "swiglu_beta is 0.5; .* supported with 1.0",
+        ),
+        (
+            {"activation": "swigluoai_uninterleave", "swiglu_beta": 1.0},
+            "'swigluoai_uninterleave' needs a swiglu_alpha, got none",
         ),
         ({"has_bias": True}, "experts with biases are not supported"),
         ({"apply_router_weight_on_input": True}, "every token has 2"),

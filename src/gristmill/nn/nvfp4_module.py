@@ -12,7 +12,8 @@ Which hook does what:
   they have come to another kind of device.
 
 The layout is nowhere written down: the buffers' dims tell it (`layout_by`), so whoever exchanges
-buffers behind the module's back (offloading, `torch.func.functional_call`) exchanges it, too.
+buffers behind the module's back (offloading, `torch.func.functional_call`) exchanges it, too. Of a
+weight that is gate before up (`_paired`) fragments are in pairs, always.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from gristmill.formats.nvfp4.tensor import (
     BLOCK,
     E4M3,
     FRAGMENTS,
+    IN_PIECES,
+    PAIRS,
     ROWS,
     TILES,
     NVFP4Tensor,
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _NAMES = ("weight", "weight_scale", "weight_scale_2")
-_ARCHS = {ROWS: "cpu", FRAGMENTS: "sm_90", TILES: "sm_100"}  # one that has the layout
+_ARCHS = {ROWS: "cpu", FRAGMENTS: "sm_90", PAIRS: "sm_90", TILES: "sm_100"}  # one that has it
 
 
 class NVFP4Module(torch.nn.Module):
@@ -51,6 +54,7 @@ class NVFP4Module(torch.nn.Module):
     """
 
     _prefixes: ClassVar[tuple[str, ...]] = ("",)
+    _paired: ClassVar[tuple[str, ...]] = ()  # those of weights that are gate before up
 
     def _shape(self, prefix: str) -> tuple[int, ...]:
         """Of the weight."""
@@ -58,31 +62,37 @@ class NVFP4Module(torch.nn.Module):
 
     @property
     def layout(self) -> str:
-        """How the buffers hold the weights: ``"rows"`` as in checkpoints, ``"fragments"`` or
-        ``"tiles"``."""
-        return self._packed(self._prefixes[0]).layout
+        """How the buffers hold the weights, as the op is told: ``"rows"`` as in checkpoints,
+        ``"fragments"`` (of experts w13 in ``"pairs"`` then) or ``"tiles"``."""
+        layout = self._packed(self._prefixes[0]).layout
+        return FRAGMENTS if layout == PAIRS else layout
 
     def _hold_zeros(
         self, prefix: str, shape: tuple[int, ...], device: torch.device | str | None
     ) -> None:
         """Buffers for a weight of `shape` that is still to be loaded."""
+        self._check_columns()
         *stack, rows, columns = shape
-        if columns % BLOCK:
-            raise ArgumentError(
-                f"{type(self).__name__}: the columns of a weight must be a multiple of {BLOCK}, "
-                f"got {columns} in {shape}"
-            )
         lines = (*stack, rows)
         codes = torch.zeros((*lines, columns // 2), dtype=torch.uint8, device=device)
         scales = torch.zeros((*lines, columns // BLOCK), dtype=torch.uint8, device=device)
         row_scale = torch.zeros(lines, dtype=torch.float32, device=device)
         self._hold(prefix, NVFP4Tensor(codes, scales.view(E4M3), row_scale))
 
+    def _check_columns(self) -> None:
+        """Of all weights, before the first is held."""
+        for shape in map(self._shape, self._prefixes):
+            if shape[-1] % BLOCK:
+                raise ArgumentError(
+                    f"{type(self).__name__}: the columns of a weight must be a multiple of "
+                    f"{BLOCK}, got {shape[-1]} in {shape}"
+                )
+
     def _hold(self, prefix: str, weight: NVFP4Tensor) -> None:
         """Take over a weight that nobody else holds."""
         for name in _NAMES:
             self.register_buffer(prefix + name, None)
-        self._put(prefix, _laid_out(weight, in_place=True))
+        self._put(prefix, _laid_out(weight, in_place=True, pairs=prefix in self._paired))
 
     def _put(self, prefix: str, weight: PackedNVFP4) -> None:
         parts = (weight.codes, weight.scales, weight.row_scale.contiguous())
@@ -94,6 +104,8 @@ class NVFP4Module(torch.nn.Module):
         codes, scales, row_scale = (self.get_buffer(prefix + name) for name in _NAMES)
         shape = self._shape(prefix)
         layout = layout_by(codes, scales, len(shape))
+        if layout == FRAGMENTS and prefix in self._paired:
+            layout = PAIRS
         return PackedNVFP4(codes, scales, row_scale, layout, shape[-1])
 
     def _held(self, prefix: str) -> NVFP4Tensor:
@@ -106,8 +118,9 @@ class NVFP4Module(torch.nn.Module):
         parts = (weight.codes, weight.scales, weight.row_scale)
         if len({part.device for part in parts}) > 1 or not _are_plain(*parts):
             return
-        if weight.layout != _layout_on(weight.device, weight):
-            self._put(prefix, _laid_out(weight.unpack(), in_place=False))
+        pairs = prefix in self._paired
+        if weight.layout != _layout_on(weight.device, weight, pairs):
+            self._put(prefix, _laid_out(weight.unpack(), in_place=False, pairs=pairs))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Moves everything, and converts what may be converted, which weights may not."""
@@ -116,7 +129,10 @@ class NVFP4Module(torch.nn.Module):
             self._buffers[name] = None
         try:
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-            weights = {prefix: _moved(weight, fn) for prefix, weight in weights.items()}
+            weights = {
+                prefix: _moved(weight, fn, prefix in self._paired)
+                for prefix, weight in weights.items()
+            }
         finally:
             for prefix, weight in weights.items():
                 self._put(prefix, weight)
@@ -138,7 +154,7 @@ class NVFP4Module(torch.nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         for prefix in self._prefixes:
             weight = self._packed(prefix)
-            if weight.layout != FRAGMENTS:
+            if weight.layout not in IN_PIECES:
                 self._buffers[f"{prefix}weight_scale"] = weight.scales.view(E4M3)
             self._settle(prefix)
 
@@ -221,34 +237,37 @@ class NVFP4Module(torch.nn.Module):
 
 
 def layout_by(codes: torch.Tensor, scales: torch.Tensor, dims: int) -> str:
-    """The layout of the parts of a weight of so many dims."""
+    """The layout of the parts of a weight of so many dims; pairs are fragments here."""
     if codes.dim() > dims:
         return FRAGMENTS
     return TILES if scales.dim() < dims else ROWS
 
 
-def _laid_out(weight: NVFP4Tensor, *, in_place: bool) -> PackedNVFP4:
+def _laid_out(weight: NVFP4Tensor, *, in_place: bool, pairs: bool) -> PackedNVFP4:
     """As the kernels of its device want it; what is no ordinary tensor stays as it is."""
-    is_plain = _are_plain(weight.codes, weight.scales, weight.global_scale)
-    return weight.prepare(in_place=in_place) if is_plain else _in_layout(weight, ROWS)
+    if not _are_plain(weight.codes, weight.scales, weight.global_scale):
+        return _in_layout(weight, ROWS)
+    return weight.prepare(in_place=in_place, pairs=pairs)
 
 
 def _in_layout(weight: NVFP4Tensor, layout: str, *, in_place: bool = False) -> PackedNVFP4:
-    return weight.prepare(_ARCHS[layout], in_place=in_place)
+    return weight.prepare(_ARCHS[layout], in_place=in_place, pairs=layout == PAIRS)
 
 
-def _layout_on(device: torch.device, weight: PackedNVFP4) -> str:
-    return formats.layout_of(formats.arch_of(device), len(weight.shape) > 2)
+def _layout_on(device: torch.device, weight: PackedNVFP4, pairs: bool) -> str:
+    return formats.layout_of(formats.arch_of(device), len(weight.shape) > 2, pairs=pairs)
 
 
-def _moved(weight: PackedNVFP4, fn: Callable[[torch.Tensor], torch.Tensor]) -> PackedNVFP4:
+def _moved(
+    weight: PackedNVFP4, fn: Callable[[torch.Tensor], torch.Tensor], pairs: bool
+) -> PackedNVFP4:
     """`weight` with `fn` applied to its parts, as bytes, laid out for where they have come to.
 
     Row scales go first: where they land says what the others must be. Those are unpacked before
     they leave, since a copy to a CPU may not be over when `fn` returns.
     """
     row_scale = _part_moved(weight.row_scale, fn)
-    wanted = _layout_on(row_scale.device, weight) if _are_plain(row_scale) else ROWS
+    wanted = _layout_on(row_scale.device, weight, pairs) if _are_plain(row_scale) else ROWS
     if weight.layout not in (wanted, ROWS):
         weight = _in_layout(weight.unpack(), ROWS)
     codes, scales = _part_moved(weight.codes, fn), _part_moved(weight.scales, fn)
@@ -256,7 +275,7 @@ def _moved(weight: PackedNVFP4, fn: Callable[[torch.Tensor], torch.Tensor]) -> P
     is_ours = codes.device != weight.codes.device and scales.device != weight.scales.device
     if weight.layout == wanted:
         return PackedNVFP4(codes, scales, row_scale, wanted, weight.columns)
-    return _laid_out(NVFP4Tensor(codes, scales, row_scale), in_place=is_ours)
+    return _laid_out(NVFP4Tensor(codes, scales, row_scale), in_place=is_ours, pairs=pairs)
 
 
 def _part_moved(part: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

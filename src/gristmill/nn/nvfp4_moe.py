@@ -35,7 +35,7 @@ class NVFP4MoE(NVFP4Module):
         hidden_size: H, a multiple of 16.
         intermediate_size: I, a multiple of 16.
         bias: whether experts have biases.
-        activation, limit: as in :func:`gristmill.nvfp4.moe`.
+        activation, limit, alpha: as in :func:`gristmill.nvfp4.moe`.
         device: where to put everything.
         dtype: of the biases.
 
@@ -43,6 +43,9 @@ class NVFP4MoE(NVFP4Module):
     """
 
     _prefixes = ("w13_", "w2_")
+    _paired = ("w13_",)
+
+    alpha: float | None = None  # for pickles from before there was one
 
     w13_weight: torch.Tensor
     w13_weight_scale: torch.Tensor
@@ -62,13 +65,14 @@ class NVFP4MoE(NVFP4Module):
         bias: bool = False,
         activation: str = "silu",
         limit: float | None = None,
+        alpha: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.num_experts, self.hidden_size = num_experts, hidden_size
         self.intermediate_size = intermediate_size
-        self.activation, self.limit = activation, limit
+        self.activation, self.limit, self.alpha = activation, limit, alpha
         for name in self._prefixes:
             shape = self._shape(name)
             self._hold_zeros(name, shape, device)
@@ -96,6 +100,7 @@ class NVFP4MoE(NVFP4Module):
         w2_bias: torch.Tensor | None = None,
         activation: str = "silu",
         limit: float | None = None,
+        alpha: float | None = None,
         method: str = "amax",
     ) -> Self:
         """Dense experts, quantised by :func:`gristmill.nvfp4.quantize`, each matrix for itself.
@@ -104,7 +109,7 @@ class NVFP4MoE(NVFP4Module):
             gate, up: ``(E, I, H)``, or E matrices ``(I, H)``.
             down: ``(E, H, I)``, or E matrices ``(H, I)``.
             w13_bias, w2_bias: ``(E, 2 * I)`` and ``(E, H)``, or None.
-            activation, limit: as in :func:`gristmill.nvfp4.moe`.
+            activation, limit, alpha: as in :func:`gristmill.nvfp4.moe`.
             method: how scales are chosen.
         """
         first, second, w2 = (_quantized(experts, method) for experts in (gate, up, down))
@@ -121,7 +126,7 @@ class NVFP4MoE(NVFP4Module):
             ),
             torch.cat((first.row_scale, second.row_scale), 1),
         )
-        return cls._of(w13, w2, w13_bias, w2_bias, activation, limit)
+        return cls._of(w13, w2, w13_bias, w2_bias, activation, limit, alpha)
 
     @classmethod
     def from_checkpoint(
@@ -131,6 +136,7 @@ class NVFP4MoE(NVFP4Module):
         *,
         activation: str = "silu",
         limit: float | None = None,
+        alpha: float | None = None,
         device: torch.device | str | None = None,
     ) -> Self:
         """The experts of one layer of an NVFP4 checkpoint.
@@ -138,7 +144,7 @@ class NVFP4MoE(NVFP4Module):
         Args:
             checkpoint: a :class:`gristmill.checkpoints.Checkpoint` or its folder.
             prefix: the name of the experts in it, such as ``"model.layers.0.mlp.experts"``.
-            activation, limit: as in :func:`gristmill.nvfp4.moe`.
+            activation, limit, alpha: as in :func:`gristmill.nvfp4.moe`.
             device: where to load them.
         """
         from gristmill.checkpoints import Checkpoint
@@ -147,7 +153,7 @@ class NVFP4MoE(NVFP4Module):
         place = torch.device("cpu" if device is None else device)
         w13, w2 = opened.experts(prefix, place)
         biases = _biases(opened, prefix, len(w13.codes), place)
-        return cls._of(w13, w2, *biases, activation, limit)
+        return cls._of(w13, w2, *biases, activation, limit, alpha)
 
     @classmethod
     def _of(
@@ -158,6 +164,7 @@ class NVFP4MoE(NVFP4Module):
         w2_bias: torch.Tensor | None,
         activation: str,
         limit: float | None,
+        alpha: float | None,
     ) -> Self:
         experts, rows, hidden = w13.shape
         if tuple(w2.shape) != (experts, hidden, rows // 2):
@@ -165,7 +172,15 @@ class NVFP4MoE(NVFP4Module):
                 f"NVFP4MoE: down must have shape (E, H, I) = {(experts, hidden, rows // 2)} beside "
                 f"gate and up, got {tuple(w2.shape)}"
             )
-        layer = cls(experts, hidden, rows // 2, activation=activation, limit=limit, device="meta")
+        layer = cls(
+            experts,
+            hidden,
+            rows // 2,
+            activation=activation,
+            limit=limit,
+            alpha=alpha,
+            device="meta",
+        )
         for name, weight, bias in (("w13_", w13, w13_bias), ("w2_", w2, w2_bias)):
             layer._hold(name, weight)
             layer.register_buffer(f"{name}bias", None if bias is None else bias.detach().clone())
@@ -205,14 +220,16 @@ class NVFP4MoE(NVFP4Module):
             self.limit,
             None,
             layout_by(self.w13_weight, self.w13_weight_scale, 3),
+            self.alpha,
         )
 
     def extra_repr(self) -> str:
+        alpha = "" if self.alpha is None else f", alpha={self.alpha}"
         return (
             f"num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
             f"intermediate_size={self.intermediate_size}, "
             f"bias={self.w13_bias is not None or self.w2_bias is not None}, "
-            f"activation={self.activation!r}, limit={self.limit}"
+            f"activation={self.activation!r}, limit={self.limit}{alpha}"
         )
 
 

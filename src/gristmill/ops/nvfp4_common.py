@@ -19,7 +19,8 @@ from gristmill.formats.nvfp4.tensor import (
     BLOCK,
     E4M3,
     FRAGMENTS,
-    LAYOUTS,
+    IN_PIECES,
+    PAIRS,
     ROWS,
     TILES,
     NVFP4Tensor,
@@ -31,12 +32,15 @@ from gristmill.ops import checks
 PIECE_BYTES = 32 << 20
 AUTOCAST_KEYS = ("AutocastCUDA", "AutocastCPU")
 EVERY = slice(None)
+# What the argument `layout` of an op may be. With "fragments" the op over experts has w13 in pairs.
+OP_LAYOUTS = (ROWS, TILES, FRAGMENTS)
 
 
 class Weight(NamedTuple):
     """The parts of a weight ``(N, K)``, or of a stack ``(E, N, K)``, as the ops take them.
 
-    `width` is K. Only the layout "fragments" needs it, whose padding hides K.
+    `width` is K. Only the layouts "fragments" and "pairs" need it, whose padding hides K. Whatever
+    the layout, rows are counted, taken and given in the order of checkpoints.
     """
 
     codes: torch.Tensor
@@ -47,21 +51,26 @@ class Weight(NamedTuple):
 
     @property
     def rows(self) -> int:
-        return self.row_scale.shape[-1] if self.layout == FRAGMENTS else self.codes.shape[-2]
+        return self.row_scale.shape[-1] if self.layout in IN_PIECES else self.codes.shape[-2]
 
     @property
     def columns(self) -> int:
-        if self.layout != FRAGMENTS:
+        if self.layout not in IN_PIECES:
             return self.codes.shape[-1] * 2
         if self.width is None:
-            raise ValueError("a weight in fragments does not tell how many columns it has")
+            raise ValueError(f"a weight in {self.layout} does not tell how many columns it has")
         return self.width
 
     @property
     def least(self) -> tuple[int, int]:
-        """How many rows and columns are decoded together, whatever part of them is wanted."""
-        in_fragments = self.layout == FRAGMENTS
-        return (fragments.ROWS, fragments.COLUMNS) if in_fragments else (1, BLOCK)
+        """How many rows and columns are decoded together, whatever part of them is wanted.
+
+        In pairs so many rows of one half; as many of the other lie between them.
+        """
+        if self.layout not in IN_PIECES:
+            return 1, BLOCK
+        halves = 2 if self.layout == PAIRS else 1
+        return fragments.ROWS // halves, fragments.COLUMNS
 
     def whole(self, dtype: torch.dtype) -> torch.Tensor:
         """All values, rounded once."""
@@ -90,6 +99,8 @@ class Weight(NamedTuple):
         columns = range(self.columns) if columns is None else columns
         if self.layout == FRAGMENTS:
             return decode_blocks(*self._unpacked(rows, columns, experts), dtype)
+        if self.layout == PAIRS:
+            return decode_blocks(*self._unpaired(rows, columns, experts), dtype)
         wide = range(columns.start // BLOCK, columns.stop // BLOCK)
         codes = self.codes[..., rows.start : rows.stop, columns.start // 2 : columns.stop // 2]
         if self.layout == TILES:
@@ -103,15 +114,48 @@ class Weight(NamedTuple):
         self, rows: range, columns: range, experts: slice | torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes and scales in row order, out of the slabs and chunks in which they lie."""
-        slabs = slice(rows.start // fragments.ROWS, -(-rows.stop // fragments.ROWS))
-        chunks = slice(columns.start // fragments.COLUMNS, -(-columns.stop // fragments.COLUMNS))
+        slabs = _cover(rows, fragments.ROWS)
+        first = slabs.start * fragments.ROWS
+        codes, scales = self._out_of(slabs, rows.stop - first, columns, experts)
+        return codes[..., rows.start - first :, :], scales[..., rows.start - first :, :]
+
+    def _unpaired(
+        self, rows: range, columns: range, experts: slice | torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Likewise out of pairs, where a slab has as many rows of gate as of up."""
+        half = self.rows // 2
+        if len(rows) == self.rows:
+            return self._out_of(_cover(rows, fragments.ROWS), self.rows, columns, experts)
+        if rows.start < half < rows.stop:
+            parts = (range(rows.start, half), range(half, rows.stop))
+            found = [self._unpaired(part, columns, experts) for part in parts]
+            codes, raw = (
+                torch.cat([one[at].view(torch.uint8) for one in found], -2) for at in range(2)
+            )
+            return codes, raw.view(E4M3)
+        in_up = rows.start >= half
+        begin, end = (at - half if in_up else at for at in (rows.start, rows.stop))
+        slabs = _cover(range(begin, end), fragments.ROWS // 2)
+        first = slabs.start * fragments.ROWS // 2
+        each = min(slabs.stop * fragments.ROWS // 2, half) - first  # rows of gate, then those of up
+        codes, scales = self._out_of(slabs, 2 * each, columns, experts)
+        above = begin - first + (each if in_up else 0)
+        own = slice(above, above + end - begin)
+        return codes[..., own, :], scales[..., own, :]
+
+    def _out_of(
+        self, slabs: slice, rows: int, columns: range, experts: slice | torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes and scales of some columns of the first `rows` rows of some slabs."""
+        chunks = _cover(columns, fragments.COLUMNS)
         codes, scales = (
             _chosen(part[..., slabs, chunks, :], experts) for part in (self.codes, self.scales)
         )
-        first, left = slabs.start * fragments.ROWS, chunks.start * fragments.COLUMNS
-        codes, scales = packing.unpack(codes, scales, rows.stop - first, columns.stop - left)
-        above, before = rows.start - first, columns.start - left
-        return codes[..., above:, before // 2 :], scales[..., above:, before // BLOCK :]
+        left = chunks.start * fragments.COLUMNS
+        pairs = self.layout == PAIRS
+        codes, scales = packing.unpack(codes, scales, rows, columns.stop - left, pairs=pairs)
+        before = columns.start - left
+        return codes[..., before // 2 :], scales[..., before // BLOCK :]
 
     def levelled(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The row scales as a part of at most one and the largest of each matrix, if it is any.
@@ -122,6 +166,11 @@ class Weight(NamedTuple):
         smallest = torch.finfo(torch.float32).tiny  # instead of zero, of which nothing is a part
         top = self.row_scale.abs().amax(-1, keepdim=True).clamp_(min=smallest)
         return self.row_scale / top, top
+
+
+def _cover(part: range, size: int) -> slice:
+    """The units of `size` that hold a part of a whole."""
+    return slice(part.start // size, -(-part.stop // size))
 
 
 def _chosen(stack: torch.Tensor, experts: slice | torch.Tensor) -> torch.Tensor:
@@ -186,13 +235,19 @@ def check_weight(op: str, prefix: str, weight: Weight, dims: int, device: torch.
 
     Whether they fit the columns of the input, the ops say; in fragments that is all they can tell.
     """
-    checks.one_of(op, "layout", weight.layout, LAYOUTS)
-    scales = torch.uint8 if weight.layout == FRAGMENTS else E4M3
+    if weight.layout == PAIRS and dims == 2:
+        raise ArgumentError(
+            f"{op}: layout must be 'rows' or 'tiles' or 'fragments', got {PAIRS!r}, which is for "
+            f"w13 of nvfp4.moe; prepare the weight without pairs=True"
+        )
+    if weight.layout != PAIRS:
+        checks.one_of(op, "layout", weight.layout, OP_LAYOUTS)
+    scales = torch.uint8 if weight.layout in IN_PIECES else E4M3
     dtypes = (torch.uint8, scales, torch.float32)
     for name, value, dtype in zip(weight._fields, weight, dtypes, strict=False):
         _check_part(op, prefix + name, value, dtype, device)
-    if weight.layout == FRAGMENTS:
-        _check_fragments(op, prefix, weight, dims)
+    if weight.layout in IN_PIECES:
+        _check_pieces(op, prefix, weight, dims)
     else:
         _check_rows(op, prefix, weight, dims)
 
@@ -228,7 +283,7 @@ def _check_rows(op: str, prefix: str, weight: Weight, dims: int) -> None:
         )
 
 
-def _check_fragments(op: str, prefix: str, weight: Weight, dims: int) -> None:
+def _check_pieces(op: str, prefix: str, weight: Weight, dims: int) -> None:
     """Pieces as many as the row scales and the columns ask for."""
     codes, scales, row_scale, layout, _ = weight
     shape = "(N,)" if dims == 2 else "(E, N)"
@@ -244,6 +299,8 @@ def _check_fragments(op: str, prefix: str, weight: Weight, dims: int) -> None:
             f"call has K = {weight.columns} of them"
         )
     *stack, rows = row_scale.shape
+    if layout == PAIRS:
+        fragments.check_pairs(f"{op}: {prefix}codes", rows)
     pieces_there = (*stack, *fragments.padded(rows, weight.columns))
     for name, part, size in (
         ("codes", codes, fragments.CODES),

@@ -41,7 +41,7 @@ class Nvfp4LinearRunner:
         parts_of("Nvfp4LinearRunner", "weight", weight)  # says what it must be
         # All of it before anything is overwritten.
         _check(NVFP4_LINEAR, _no_rows(weight), weight, bias, act=act)
-        self.weight = _prepared("Nvfp4LinearRunner", "weight", weight, in_place)
+        self.weight = _prepared("Nvfp4LinearRunner", "weight", weight, in_place=in_place)
         self.bias, self.act = bias, act
         self.out_features, self.in_features = self.weight.shape
 
@@ -62,9 +62,10 @@ class Nvfp4MoeRunner:
 
     Args:
         w13: ``(E, 2 * I, H)``, the rows of the gate before those of up. An NVFP4Tensor is prepared
-            for the device it is on, and shares what keeps its layout.
-        w2: ``(E, H, I)``, likewise.
-        w13_bias, w2_bias, activation, limit, expert_map: as in :func:`gristmill.nvfp4.moe`.
+            for the device it is on, and shares what keeps its layout; a PackedNVFP4 is one of
+            ``prepare(pairs=True)``.
+        w2: ``(E, H, I)``, likewise, but for `pairs`.
+        w13_bias, w2_bias, activation, limit, expert_map, alpha: as in :func:`gristmill.nvfp4.moe`.
 
     `_run_impl(hidden_states, topk_weights, topk_ids)` is :func:`gristmill.nvfp4.moe`: ``(M, H)`` to
     ``(M, H)`` of the same dtype.
@@ -80,8 +81,9 @@ class Nvfp4MoeRunner:
         activation: str = "silu",
         limit: float | None = None,
         expert_map: torch.Tensor | None = None,
+        alpha: float | None = None,
     ) -> None:
-        self.w13 = _prepared("Nvfp4MoeRunner", "w13", w13)
+        self.w13 = _prepared("Nvfp4MoeRunner", "w13", w13, pairs=True)
         self.w2 = _prepared("Nvfp4MoeRunner", "w2", w2)
         self.options: dict[str, Any] = {
             "w13_bias": w13_bias,
@@ -89,6 +91,7 @@ class Nvfp4MoeRunner:
             "activation": activation,
             "limit": limit,
             "expert_map": expert_map,
+            "alpha": alpha,
         }
         rows = _no_rows(self.w13)
         routing = rows[:, :0], rows[:, :0].int()
@@ -108,9 +111,14 @@ class Nvfp4MoeRunner:
         )
 
 
-def _prepared(op: str, name: str, weight: Any, in_place: bool = False) -> PackedNVFP4:
+def _prepared(
+    op: str, name: str, weight: Any, *, in_place: bool = False, pairs: bool = False
+) -> PackedNVFP4:
     parts_of(op, name, weight)  # says what it must be
-    return weight.prepare(in_place=in_place) if isinstance(weight, NVFP4Tensor) else weight
+    if isinstance(weight, NVFP4Tensor):
+        return weight.prepare(in_place=in_place, pairs=pairs)
+    found: PackedNVFP4 = weight
+    return found
 
 
 def _no_rows(weight: NVFP4Tensor | PackedNVFP4) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""The order in which the tensor cores of Ampere, Ada and Hopper take a weight: layout "fragments".
+"""The order in which the tensor cores of Ampere, Ada and Hopper take a weight: layouts "fragments"
+and "pairs".
 
 A weight ``(N, K)`` is cut into slabs of 64 rows and those into chunks of 64 columns, padded with
 zeros: ``ceil(N / 64) * ceil(K / 64)`` pieces of 2048 bytes of codes and 256 bytes of scales, the
@@ -16,6 +17,12 @@ Scales: row ``16 * w + 8 * r + g`` has its four, one byte each, at ``64 * w + 8 
 byte is the number with one more bit of exponent and one less of range: ``(exponent + 20) << 3 |
 mantissa``, so that subnormal scales are ordinary numbers, and 0 for zero, beside which all values
 are zero.
+
+Layout "pairs" is for a weight of two halves, gate and up, whose products meet in an activation: the
+same pieces, of rows in another order. Eight rows of gate are followed by the same eight of up:
+packed row ``16 * b + i`` is row ``8 * b + i``, and packed row ``16 * b + 8 + i`` is row
+``N / 2 + 8 * b + i`` (i < 8). So a thread, which has the rows g and g + 8 of 16, has gate and up of
+the same inner row.
 """
 
 from __future__ import annotations
@@ -28,6 +35,7 @@ from gristmill.formats.nvfp4 import e2m1
 ROWS = COLUMNS = 64  # of a piece
 CODES, SCALES = 2048, 256  # bytes of a piece
 BLOCK = 16
+PAIRED = 8  # rows of each half that lie side by side in pairs
 
 _SHARED = 0x60306030  # bits of the first word that belong to the last two pairs
 
@@ -37,8 +45,38 @@ def padded(rows: int, columns: int) -> tuple[int, int]:
     return -(-rows // ROWS), -(-columns // COLUMNS)
 
 
+def check_pairs(op: str, rows: int) -> None:
+    """That a weight of so many rows has halves that can lie in pairs."""
+    if rows % (2 * PAIRED):
+        raise ArgumentError(
+            f"{op}: pairs are of gate and up, {PAIRED} rows of each at a time, so the number of "
+            f"rows must be a multiple of {2 * PAIRED}, got {rows}"
+        )
+
+
+def paired(part: torch.Tensor) -> torch.Tensor:
+    """Rows ``(..., N, n)``, gate before up, in the order of pairs."""
+    return _reordered(part, 2, part.shape[-2] // (2 * PAIRED))
+
+
+def apart(part: torch.Tensor) -> torch.Tensor:
+    """The inverse of `paired`."""
+    return _reordered(part, part.shape[-2] // (2 * PAIRED), 2)
+
+
+def _reordered(part: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
+    """Runs of rows, `outer` times `inner` of them, in the order `inner` times `outer`."""
+    runs: torch.Tensor = part.unflatten(-2, (outer, inner, PAIRED))
+    return runs.transpose(-4, -3).flatten(-4, -2)
+
+
 def check_shapes(
-    op: str, codes: torch.Tensor, scales: torch.Tensor, row_scale: torch.Tensor, columns: int
+    op: str,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    row_scale: torch.Tensor,
+    columns: int,
+    layout: str,
 ) -> None:
     """That the parts are those of a weight of so many columns."""
     if columns < 0 or columns % BLOCK or row_scale.dim() < 1:
@@ -51,7 +89,7 @@ def check_shapes(
     for name, part, size in (("codes", codes, CODES), ("scales", scales, SCALES)):
         if tuple(part.shape) != (*whole, size):
             raise ArgumentError(
-                f"{op}: {name} must have shape {(*whole, size)} in layout 'fragments' for {rows} "
+                f"{op}: {name} must have shape {(*whole, size)} in layout {layout!r} for {rows} "
                 f"rows and {columns} columns, got {tuple(part.shape)}"
             )
 
@@ -100,7 +138,9 @@ def decode_scales(coded: torch.Tensor) -> torch.Tensor:
     return raw.masked_fill((encode_scales(raw) != coded) | (coded > 230), 127)
 
 
-def pack(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def pack(
+    codes: torch.Tensor, scales: torch.Tensor, *, pairs: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes ``(..., N, K / 2)`` and E4M3 scales ``(..., N, K / 16)`` of a checkpoint, in fragments.
 
     Gives uint8 ``(..., slabs, chunks, 2048)`` and ``(..., slabs, chunks, 256)``.
@@ -108,6 +148,8 @@ def pack(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch
     *stack, rows, half = codes.shape
     slabs, chunks = padded(rows, 2 * half)
     raw = scales.contiguous().view(torch.uint8)
+    if pairs:
+        codes, raw = paired(codes), paired(raw)
     values = e2m1.unpack(codes)
     values = values * (raw & 127 != 0).repeat_interleave(BLOCK, -1)  # zeros beside a scale of zero
     values = _whole(values, slabs * ROWS, chunks * COLUMNS)
@@ -131,7 +173,7 @@ def pack(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def unpack(
-    codes: torch.Tensor, scales: torch.Tensor, rows: int, columns: int
+    codes: torch.Tensor, scales: torch.Tensor, rows: int, columns: int, *, pairs: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The inverse of `pack`: codes ``(..., N, K / 2)`` and E4M3 scales ``(..., N, K / 16)``.
 
@@ -155,6 +197,8 @@ def unpack(
     groups = scales.view(*stack, slabs, chunks, 4, 8, 2, 4)
     groups = groups.permute(*range(len(stack)), *(len(stack) + at for at in (0, 2, 4, 3, 1, 5)))
     coded = groups.reshape(*stack, slabs * ROWS, chunks * 4)[..., :rows, : columns // BLOCK]
+    if pairs:
+        values, coded = apart(values), apart(coded)
     return e2m1.pack(values), decode_scales(coded).view(torch.float8_e4m3fn)
 
 

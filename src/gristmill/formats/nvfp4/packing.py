@@ -2,14 +2,14 @@
 
 What is made on the way is bounded: torch takes a weight piece by piece, and a weight that is packed
 in place goes through a scratch buffer. Slabs of 64 whole rows take the same bytes in both orders,
-so what was copied to the scratch buffer can be packed over where it came from.
+so what was copied to the scratch buffer can be packed over where it came from. In pairs a slab has
+rows of both halves, and only a whole matrix takes the place of itself.
 """
 
 from __future__ import annotations
 
-import itertools
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
@@ -18,13 +18,14 @@ from gristmill.formats.nvfp4 import fragments, tiles
 from gristmill.jit import Kernel, Program, kernel
 from gristmill.log import warn_once
 
-SCRATCH = 16 << 20  # bytes of codes and scales that are packed in place at a time
+# Bytes of codes and scales that are packed in place at a time; in pairs at least one matrix.
+SCRATCH = 16 << 20
 _PIECE = 1 << 22  # bytes of codes that torch packs at a time: it needs several times as much
 _ALIGNED = 16  # bytes: what kernels ask of packed tensors
 
 # As nvfp4_pack.cu has them.
 SOURCE = "nvfp4_pack.cu"
-PARAMS = struct.Struct("<QQQQqqIIII")
+PARAMS = struct.Struct("<QQQQqqqqIIIIII")
 THREADS = 256
 CHUNKS = 8  # of a slab, that a block takes
 SHARED = fragments.ROWS * (CHUNKS * 32 + 16 + (CHUNKS + 1) * 4)
@@ -33,35 +34,35 @@ _CANNOT = (CompilerUnavailable, CompileError, DriverError, KernelNotCached)
 
 
 def pack(
-    codes: torch.Tensor, scales: torch.Tensor, *, in_place: bool = False
+    codes: torch.Tensor, scales: torch.Tensor, *, in_place: bool = False, pairs: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `fragments.pack`; `in_place`: over the bytes of `codes` and `scales` where they fit."""
+    if pairs:
+        fragments.check_pairs("prepare", codes.shape[-2])
     if not _is_real(codes):
-        return fragments.pack(codes, scales)
+        return fragments.pack(codes, scales, pairs=pairs)
     if in_place and can_share(codes, scales):
-        return _pack_in_place(codes, scales)
+        return _pack_in_place(codes, scales, pairs)
     *stack, rows, half = codes.shape
     whole = (*stack, *fragments.padded(rows, 2 * half))
     packed = codes.new_empty((*whole, fragments.CODES))
     packed_scales = codes.new_empty((*whole, fragments.SCALES))
-    codes, raw = _by_rows(codes), _by_rows(scales).view(torch.uint8)
-    for one in _matrices(stack):
-        _pack_matrix(codes[one], raw[one], packed[one], packed_scales[one])
+    parts = (_by_rows(codes), _by_rows(scales).view(torch.uint8), packed, packed_scales)
+    _pack_stack(*(_as_stack(part, len(stack)) for part in parts), pairs=pairs)
     return packed, packed_scales
 
 
 def unpack(
-    codes: torch.Tensor, scales: torch.Tensor, rows: int, columns: int
+    codes: torch.Tensor, scales: torch.Tensor, rows: int, columns: int, *, pairs: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `fragments.unpack`."""
     if not _is_real(codes):
-        return fragments.unpack(codes, scales, rows, columns)
+        return fragments.unpack(codes, scales, rows, columns, pairs=pairs)
     stack = codes.shape[:-3]
     found = codes.new_empty((*stack, rows, columns // 2))
     found_scales = codes.new_empty((*stack, rows, columns // fragments.BLOCK))
-    codes, scales = _as_vectors(codes), _as_vectors(scales)
-    for one in _matrices(stack):
-        _unpack_matrix(codes[one], scales[one], found[one], found_scales[one])
+    parts = (found, found_scales, _as_vectors(codes), _as_vectors(scales))
+    _unpack_stack(*(_as_stack(part, len(stack)) for part in parts), pairs=pairs)
     return found, found_scales.view(torch.float8_e4m3fn)
 
 
@@ -89,7 +90,9 @@ def can_share(codes: torch.Tensor, scales: torch.Tensor) -> bool:
     return all(part.is_contiguous() and part.data_ptr() % _ALIGNED == 0 for part in (codes, scales))
 
 
-def _pack_in_place(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _pack_in_place(
+    codes: torch.Tensor, scales: torch.Tensor, pairs: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     *stack, rows, half = codes.shape
     slabs, chunks = fragments.padded(rows, 2 * half)
     as_inference = codes.is_inference() or scales.is_inference()
@@ -99,48 +102,80 @@ def _pack_in_place(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Ten
         packed_scales = raw.view(*stack, slabs, chunks, fragments.SCALES)
         if codes.numel() == 0:
             return packed, packed_scales
-        # The slabs of a stack lie one behind the other, as those of one matrix do.
-        places = packed.flatten(0, -3), packed_scales.flatten(0, -3)
-        sources = codes.view(-1, half), raw.view(-1, half // 8)
+        # By matrices in pairs; else by slabs, for those of a stack lie one behind the other, as
+        # those of one matrix do.
+        height = rows if pairs else fragments.ROWS
+        sources = codes.view(-1, height, half), raw.view(-1, height, half // 8)
+        whole = (-1, height // fragments.ROWS, chunks)
+        places = packed.view(*whole, fragments.CODES), packed_scales.view(*whole, fragments.SCALES)
         scratch: list[torch.Tensor] = []
-        for slab in _pieces(len(places[0]), SCRATCH, fragments.ROWS * (half + half // 8)):
-            row = slice(slab.start * fragments.ROWS, slab.stop * fragments.ROWS)
-            parts = [source[row] for source in sources]
+        for some in _pieces(len(sources[0]), SCRATCH, height * (half + half // 8)):
+            parts = [source[some] for source in sources]
             scratch = scratch or [torch.empty_like(part) for part in parts]
             copies = [
-                whole[: len(part)].copy_(part) for whole, part in zip(scratch, parts, strict=True)
+                room[: len(part)].copy_(part) for room, part in zip(scratch, parts, strict=True)
             ]
-            _pack_matrix(*copies, *(place[slab] for place in places))
+            moved = (*copies, *(place[some] for place in places))
+            if not pairs:
+                moved = tuple(part.flatten(0, 1).unsqueeze(0) for part in moved)
+            _pack_stack(*moved, pairs=pairs)
         for part in () if as_inference else (codes, scales):
             torch.autograd.graph.increment_version(part)  # kernels do not, and graphs go by it
     return packed, packed_scales
 
 
-def _pack_matrix(
-    codes: torch.Tensor, scales: torch.Tensor, packed: torch.Tensor, packed_scales: torch.Tensor
+def _pack_stack(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    packed: torch.Tensor,
+    packed_scales: torch.Tensor,
+    *,
+    pairs: bool,
 ) -> None:
-    if packed.numel() == 0:
+    """Matrices ``(E, N, K / 2)``, the bytes of their scales, and the places of their pieces."""
+    if packed.numel() == 0 or _by_kernel("pack", codes, scales, packed, packed_scales, pairs):
         return
-    if _by_kernel("pack", codes, scales, packed, packed_scales):
-        return
-    for slab in _pieces(len(packed), _PIECE, fragments.ROWS * codes.shape[-1]):
-        row = slice(slab.start * fragments.ROWS, slab.stop * fragments.ROWS)
-        part = fragments.pack(codes[row], scales[row])
-        packed[slab], packed_scales[slab] = part
+    experts, rows, half = codes.shape
+    for one in range(experts):
+        for slab in _pieces(packed.shape[1], _PIECE, fragments.ROWS * half):
+            taken = [
+                torch.cat([part[one, row] for row in _rows_in(slab, rows, pairs)])
+                for part in (codes, scales)
+            ]
+            packed[one, slab], packed_scales[one, slab] = fragments.pack(*taken, pairs=pairs)
 
 
-def _unpack_matrix(
-    packed: torch.Tensor, packed_scales: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
+def _unpack_stack(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    packed: torch.Tensor,
+    packed_scales: torch.Tensor,
+    *,
+    pairs: bool,
 ) -> None:
-    if codes.numel() == 0:
+    """The other way, into `codes` and `scales`."""
+    if codes.numel() == 0 or _by_kernel("unpack", codes, scales, packed, packed_scales, pairs):
         return
-    if _by_kernel("unpack", codes, scales, packed, packed_scales):
-        return
-    rows, half = codes.shape
-    for slab in _pieces(len(packed), _PIECE, fragments.ROWS * half):
-        row = slice(slab.start * fragments.ROWS, min(slab.stop * fragments.ROWS, rows))
-        part = fragments.unpack(packed[slab], packed_scales[slab], row.stop - row.start, 2 * half)
-        codes[row], scales[row] = part[0], part[1].view(torch.uint8)
+    experts, rows, half = codes.shape
+    for one in range(experts):
+        for slab in _pieces(packed.shape[1], _PIECE, fragments.ROWS * half):
+            there = _rows_in(slab, rows, pairs)
+            counts = [row.stop - row.start for row in there]
+            found, found_scales = fragments.unpack(
+                packed[one, slab], packed_scales[one, slab], sum(counts), 2 * half, pairs=pairs
+            )
+            split = found.split(counts), found_scales.view(torch.uint8).split(counts)
+            for row, part, part_scales in zip(there, *split, strict=True):
+                codes[one, row], scales[one, row] = part, part_scales
+
+
+def _rows_in(slabs: slice, rows: int, pairs: bool) -> tuple[slice, ...]:
+    """The rows of a checkpoint's matrix that lie in some slabs; in pairs a part of each half."""
+    first, last = slabs.start * fragments.ROWS, min(slabs.stop * fragments.ROWS, rows)
+    if not pairs:
+        return (slice(first, last),)
+    first, last, half = first // 2, last // 2, rows // 2
+    return slice(first, last), slice(half + first, half + last)
 
 
 def _by_kernel(
@@ -149,6 +184,7 @@ def _by_kernel(
     scales: torch.Tensor,
     packed: torch.Tensor,
     packed_scales: torch.Tensor,
+    pairs: bool,
 ) -> bool:
     """Have a kernel do it; False where torch has to."""
     if not on_gpu(codes):
@@ -162,18 +198,20 @@ def _by_kernel(
             f"NVFP4 weights are packed by torch, slowly, for lack of a kernel: {error}",
         )
         return False
-    slabs, chunks, _ = packed.shape
-    groups = -(-chunks // CHUNKS)
+    experts, slabs, chunks, _ = packed.shape
+    groups, rows = -(-chunks // CHUNKS), codes.shape[1]
     values = (
         *(part.data_ptr() for part in (codes, scales, packed, packed_scales)),
-        codes.stride(0),
-        scales.stride(0),
-        len(codes),
+        *(part.stride(1) for part in (codes, scales)),
+        *(part.stride(0) for part in (codes, scales)),
+        rows,
         scales.shape[-1],
         chunks,
         groups,
+        slabs,
+        rows // 2 if pairs else 0,
     )
-    launch(found, slabs * groups, codes.device, values)
+    launch(found, experts * slabs * groups, codes.device, values)
     return True
 
 
@@ -210,8 +248,8 @@ def _is_real(codes: torch.Tensor) -> bool:
 
 def _is_aligned(part: torch.Tensor, size: int) -> bool:
     """Whether every row begins at a multiple of `size` bytes."""
-    rows_are = part.shape[-2] < 2 or part.stride(-2) % size == 0
-    return rows_are and part.data_ptr() % size == 0
+    steps = zip(part.shape[:-1], part.stride(), strict=False)
+    return part.data_ptr() % size == 0 and all(n < 2 or step % size == 0 for n, step in steps)
 
 
 def _by_rows(part: torch.Tensor) -> torch.Tensor:
@@ -225,8 +263,9 @@ def _as_vectors(part: torch.Tensor) -> torch.Tensor:
     return part.clone() if part.data_ptr() % _ALIGNED else part
 
 
-def _matrices(stack: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    return itertools.product(*map(range, stack))
+def _as_stack(part: torch.Tensor, dims: int) -> torch.Tensor:
+    """With the first `dims` as one; a view, but where many of them lie in no order."""
+    return part.flatten(0, dims - 1) if dims else part.unsqueeze(0)
 
 
 def _pieces(total: int, most_bytes: int, bytes_each: int) -> Iterator[slice]:

@@ -24,7 +24,9 @@ LARGEST_SCALE = 448.0  # of E4M3
 ROWS = "rows"
 TILES = "tiles"
 FRAGMENTS = "fragments"
-LAYOUTS = (ROWS, TILES, FRAGMENTS)
+PAIRS = "pairs"  # fragments of rows of gate and up, side by side
+LAYOUTS = (ROWS, TILES, FRAGMENTS, PAIRS)
+IN_PIECES = (FRAGMENTS, PAIRS)  # of 64 rows by 64 columns, padded
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of weights in the open
 
 _PIECE = 1 << 24  # bytes of codes that are decoded at a time
@@ -105,29 +107,37 @@ class NVFP4Tensor(structure.ByBytes):
             self.row_scale[..., start:stop],
         )
 
-    def prepare(self, arch: str | None = None, *, in_place: bool = False) -> PackedNVFP4:
+    def prepare(
+        self, arch: str | None = None, *, in_place: bool = False, pairs: bool = False
+    ) -> PackedNVFP4:
         """The weight as the kernels of a GPU want it.
 
         What keeps its layout is shared, not copied. What changes it is written anew, or with
         `in_place` over the bytes of this weight, so that there are never two of it: on a GPU not
-        more than 16 MiB are taken beside them for a while. Afterwards this NVFP4Tensor, and whoever
-        else holds its tensors, must not be used.
+        more than 16 MiB (for ``"pairs"`` one matrix, if that is more) are taken beside them for a
+        while. Afterwards this NVFP4Tensor, and whoever else holds its tensors, must not be used.
 
         Bytes can take the place of others if there are as many: rows and columns must be multiples
-        of 64 for the layout ``"fragments"`` (of 128 and 64 for ``"tiles"``), and the tensors
-        contiguous and aligned to 16 bytes. Where they are not, and where torch traces, `in_place`
-        allocates like the default, and this weight stays as it is.
+        of 64 for the layouts ``"fragments"`` and ``"pairs"`` (of 128 and 64 for ``"tiles"``), and
+        the tensors contiguous and aligned to 16 bytes. Where they are not, and where torch traces,
+        `in_place` allocates like the default, and this weight stays as it is.
 
         Args:
             arch: an architecture such as ``"sm_90a"``; None means the device the weight lies on.
             in_place: whether this weight may be overwritten.
+            pairs: the weight is the gate before up of :func:`gristmill.nvfp4.moe`, w13: where the
+                layout would be ``"fragments"`` it becomes ``"pairs"``, in which rows of both halves
+                lie side by side. N must be a multiple of 16.
         """
-        layout = layout_of(arch_of(self.device) if arch is None else arch, self.codes.dim() > 2)
+        if pairs:
+            fragments.check_pairs("prepare", self.codes.shape[-2])
+        arch = arch_of(self.device) if arch is None else arch
+        layout = layout_of(arch, self.codes.dim() > 2, pairs=pairs)
         if in_place:
             self._check_writable()
         row_scale = self.row_scale.contiguous()
-        if layout == FRAGMENTS:
-            codes, scales = packing.pack(self.codes, self.scales, in_place=in_place)
+        if layout in IN_PIECES:
+            codes, scales = packing.pack(self.codes, self.scales, in_place=in_place, pairs=pairs)
             return PackedNVFP4(codes, scales, row_scale, layout, self.shape[-1])
         scales = self.scales
         if layout == TILES:
@@ -148,14 +158,16 @@ class PackedNVFP4(structure.ByBytes):
     """A weight in the layout of some GPU's kernels; made by :meth:`NVFP4Tensor.prepare`.
 
     Attributes:
-        codes: uint8 ``(..., N, K / 2)``; in layout ``"fragments"`` the values in the order of the
-            tensor cores of Ampere, Ada and Hopper: ``(..., ceil(N / 64), ceil(K / 64), 2048)``.
+        codes: uint8 ``(..., N, K / 2)``; in layouts ``"fragments"`` and ``"pairs"`` the values in
+            the order of the tensor cores of Ampere, Ada and Hopper:
+            ``(..., ceil(N / 64), ceil(K / 64), 2048)``.
         scales: E4M3: ``(..., N, K / 16)`` in layout ``"rows"``; in ``"tiles"`` in the order of
-            Blackwell's tensor cores, padded to 128 rows and 4 columns; in ``"fragments"`` uint8
-            ``(..., ceil(N / 64), ceil(K / 64), 256)``, in a code of their own.
-        row_scale: fp32 ``(..., N)``, the global scale of each row.
-        layout: ``"rows"``, ``"tiles"`` or ``"fragments"``.
-        columns: K; only fragments, which are padded, need to be told.
+            Blackwell's tensor cores, padded to 128 rows and 4 columns; in ``"fragments"`` and
+            ``"pairs"`` uint8 ``(..., ceil(N / 64), ceil(K / 64), 256)``, in a code of their own.
+        row_scale: fp32 ``(..., N)``, the global scale of each row, in the checkpoint's order.
+        layout: ``"rows"``, ``"tiles"``, ``"fragments"``, or ``"pairs"``: fragments in which eight
+            rows of the first half of N and the same eight of the second lie side by side.
+        columns: K; only fragments and pairs, which are padded, need to be told.
     """
 
     codes: torch.Tensor
@@ -165,13 +177,13 @@ class PackedNVFP4(structure.ByBytes):
     columns: int | None = None
 
     def __post_init__(self) -> None:
-        if self.layout == FRAGMENTS:
-            self._check_fragments()
+        if self.layout in IN_PIECES:
+            self._check_pieces()
 
     @property
     def shape(self) -> torch.Size:
         """The shape of the weight, ``(..., N, K)``."""
-        if self.layout == FRAGMENTS:
+        if self.layout in IN_PIECES:
             return torch.Size((*self.row_scale.shape, self._told_columns()))
         return torch.Size((*self.codes.shape[:-1], self.codes.shape[-1] * 2))
 
@@ -200,29 +212,31 @@ class PackedNVFP4(structure.ByBytes):
     def _told_columns(self) -> int:
         if not isinstance(self.columns, (int, torch.SymInt)):
             raise ArgumentError(
-                f"PackedNVFP4: columns must be K in layout 'fragments', whose tensors do not tell "
-                f"it, got {self.columns!r}"
+                f"PackedNVFP4: columns must be K in layout {self.layout!r}, whose tensors do not "
+                f"tell it, got {self.columns!r}"
             )
         return self.columns
 
-    def _check_fragments(self) -> None:
+    def _check_pieces(self) -> None:
         _check_tensor("PackedNVFP4", "codes", self.codes, torch.uint8)
         _check_tensor("PackedNVFP4", "scales", self.scales, torch.uint8)
         _check_tensor("PackedNVFP4", "row_scale", self.row_scale, torch.float32)
-        fragments.check_shapes(
-            "PackedNVFP4", self.codes, self.scales, self.row_scale, self._told_columns()
-        )
+        parts = (self.codes, self.scales, self.row_scale)
+        fragments.check_shapes("PackedNVFP4", *parts, self._told_columns(), self.layout)
+        if self.layout == PAIRS:
+            fragments.check_pairs("PackedNVFP4", self.row_scale.shape[-1])
 
     @staticmethod
     def _has_fp8_scales(state: dict[str, Any]) -> bool:
-        return bool(state["layout"] != FRAGMENTS)
+        return state["layout"] not in IN_PIECES
 
 
-def layout_of(arch: str, stacked: bool = False) -> str:
+def layout_of(arch: str, stacked: bool = False, *, pairs: bool = False) -> str:
     """The layout that the kernels of an architecture read; `stacked`: of a stack of weights.
 
     Blackwell's tensor cores take block scales in tiles. Those of Ampere, Ada and Hopper take 16-bit
-    values, and weights that lie ready for that; of stacks they are read in row order.
+    values, and weights that lie ready for that, with `pairs` in that order; but stacks are read in
+    row order before Hopper.
     """
     if not isinstance(arch, str):
         raise DtypeError(
@@ -235,7 +249,9 @@ def layout_of(arch: str, stacked: bool = False) -> str:
         return ROWS
     if int(number) >= 100:
         return TILES
-    return ROWS if stacked else FRAGMENTS
+    if stacked and int(number) < 90:
+        return ROWS
+    return PAIRS if pairs else FRAGMENTS
 
 
 def arch_of(device: torch.device) -> str:
@@ -247,7 +263,7 @@ def arch_of(device: torch.device) -> str:
 
 
 def scales_in_rows(scales: torch.Tensor, rows: int, columns: int, layout: str) -> torch.Tensor:
-    """Block scales of a weight of `rows` x `columns` in row order, if they are no fragments."""
+    """Block scales of a weight of `rows` x `columns` in row order, if they lie in no pieces."""
     return tiles.unswizzle(scales, rows, columns // BLOCK) if layout == TILES else scales
 
 
@@ -255,8 +271,8 @@ def in_rows(
     codes: torch.Tensor, scales: torch.Tensor, rows: int, columns: int, layout: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and block scales of a weight of `rows` x `columns` in row order."""
-    if layout == FRAGMENTS:
-        return packing.unpack(codes, scales, rows, columns)
+    if layout in IN_PIECES:
+        return packing.unpack(codes, scales, rows, columns, pairs=layout == PAIRS)
     return codes, scales_in_rows(scales, rows, columns, layout)
 
 

@@ -30,7 +30,7 @@ from gristmill.runners import Nvfp4MoeRunner
 
 # vLLM's activations in ours. Its "swigluoai" has gate and up in alternate rows.
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "swigluoai_uninterleave": "swiglu_oai"}
-SWIGLU_OAI = {"swiglu_alpha": 1.702, "swiglu_beta": 1.0}  # fixed in ours
+SWIGLU_BETA = 1.0  # what is added to up, fixed in ours
 
 DROP = "run this model without gristmill_nvfp4 (and without nvfp4 in GRISTMILL_VLLM)"
 
@@ -111,8 +111,10 @@ class GristmillNvfp4MoeMethod(compat.FusedMoEMethodBase):  # type: ignore[misc]
             activation=self.activation,
             limit=None if self.activation == "gelu" else _swiglu(layer, "swiglu_limit"),
             expert_map=layer.expert_map,
+            alpha=_swiglu(layer, "swiglu_alpha") if self.activation == "swiglu_oai" else None,
         )
-        install(layer, self.names, weights, make, f"vllm experts {self.prefix}")
+        name = f"vllm experts {self.prefix}"
+        install(layer, self.names, weights, make, name, paired="w13_")
 
     def apply(
         self,
@@ -165,12 +167,16 @@ def _activation(prefix: str, layer: Any) -> str:
             f"{', '.join(ACTIVATIONS)}; {DROP}"
         )
     ours = ACTIVATIONS[name]
-    for key, fixed in SWIGLU_OAI.items() if ours == "swiglu_oai" else ():
-        value = _swiglu(layer, key)
-        if value != fixed:
-            raise ArgumentError(
-                f"{prefix}: {key} is {value}; the activation {name!r} is supported with {fixed}"
-            )
+    if ours != "swiglu_oai":
+        return ours
+    beta = _swiglu(layer, "swiglu_beta")
+    if beta != SWIGLU_BETA:
+        raise ArgumentError(
+            f"{prefix}: swiglu_beta is {beta}; the activation {name!r} is supported with "
+            f"{SWIGLU_BETA}"
+        )
+    if _swiglu(layer, "swiglu_alpha") is None:
+        raise ArgumentError(f"{prefix}: the activation {name!r} needs a swiglu_alpha, got none")
     return ours
 
 

@@ -149,6 +149,8 @@ def install(
     weights: dict[str, NVFP4Tensor],
     make: Callable[..., Any],
     runner_name: str,
+    *,
+    paired: str | None = None,
 ) -> None:
     """Give `layer` a runner over `weights`, and the runner's tensors as its parameters.
 
@@ -161,9 +163,12 @@ def install(
     Args:
         weights: by what the names of their tensors begin with, in the order `make` takes them.
         make: the runner's class.
+        paired: the key of the weight that is gate before up.
     """
     held = getattr(layer, HELD, None)
-    packed = [weight.prepare(in_place=True) for weight in weights.values()]
+    packed = [
+        weight.prepare(in_place=True, pairs=stack == paired) for stack, weight in weights.items()
+    ]
     if isinstance(held, HeldRunner) and held.fits(packed):
         held.load(packed)
     else:

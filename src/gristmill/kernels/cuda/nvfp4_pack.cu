@@ -2,6 +2,7 @@
 //
 // A block takes up to CHUNKS chunks of a slab: their part of 64 rows, and pieces that lie one behind the other. Both sides
 // are read and written in runs of at least 32 bytes; between them, in shared memory, lie the codes of the checkpoint's rows.
+// In layout "pairs" these are 32 rows of gate and 32 of up. The matrices of a stack are packed by one launch.
 #include "machine.cuh"
 
 constexpr unsigned ROWS = 64, CHUNKS = 8, THREADS = 256, WARPS = THREADS / 32;
@@ -14,26 +15,40 @@ struct PackParams {
     unsigned char *codes, *scales;                   // of rows
     unsigned char *packed_codes, *packed_scales;     // of pieces
     long long stride, scales_stride;                 // bytes from row to row
+    long long matrix_stride, scales_matrix_stride;   // bytes from matrix to matrix; those of pieces lie one behind the other
     unsigned rows, blocks, chunks, groups;           // blocks: of 16 columns in a row; groups: of CHUNKS chunks in a slab
+    unsigned slabs, half;                            // slabs: of a matrix; half, for pairs: rows of gate, and as many of up; else 0
 };
 
 // What this block has to do, and where.
 struct Part {
     unsigned first_row, first_chunk, count;   // count: of chunks
+    unsigned char *codes, *scales_of_rows;    // of the matrix
     unsigned char *packed_codes, *packed_scales;
     char* rows;
     unsigned* scales;
 
     DEVICE explicit Part(const PackParams& p) {
-        const unsigned slab = blockIdx.x / p.groups;
-        first_row = slab * ROWS;
+        const unsigned slab = blockIdx.x / p.groups, matrix = slab / p.slabs;   // slab: of the stack
+        first_row = slab % p.slabs * ROWS;
         first_chunk = blockIdx.x % p.groups * CHUNKS;
         count = p.chunks - first_chunk < CHUNKS ? p.chunks - first_chunk : CHUNKS;
         const unsigned long long piece = static_cast<unsigned long long>(slab) * p.chunks + first_chunk;
+        codes = p.codes + matrix * p.matrix_stride;
+        scales_of_rows = p.scales + matrix * p.scales_matrix_stride;
         packed_codes = p.packed_codes + piece * PIECE_CODES;
         packed_scales = p.packed_scales + piece * PIECE_SCALES;
         rows = shared_memory();
         scales = reinterpret_cast<unsigned*>(rows + ROWS * PITCH);
+    }
+
+    // Where in the checkpoint lies what is packed as `row`.
+    DEVICE unsigned char* codes_at(const PackParams& p, unsigned row, unsigned at) const { return codes + source_row(p, row) * p.stride + at; }
+    DEVICE unsigned char* scales_at(const PackParams& p, unsigned row, unsigned at) const {
+        return scales_of_rows + source_row(p, row) * p.scales_stride + at;
+    }
+    DEVICE static long long source_row(const PackParams& p, unsigned row) {
+        return p.half ? row / 16 * 8 + row % 8 + (row & 8 ? p.half : 0) : row;
     }
 
     DEVICE uint4* vector(unsigned row, unsigned number) const { return reinterpret_cast<uint4*>(rows + row * PITCH + number * 16); }
@@ -153,7 +168,7 @@ __global__ void __launch_bounds__(THREADS) pack(const PackParams p) {
         const unsigned row = part.first_row + i / VECTORS, at = part.first_chunk * CHUNK_BYTES + i % VECTORS * 16;
         const unsigned bytes = row < p.rows ? inside(at, p.blocks * 8, 16) : 0;
         unsigned words[4] = {0, 0, 0, 0};
-        if (bytes) read_inside<ACCESS, 16>(words, p.codes + row * p.stride + at, bytes);
+        if (bytes) read_inside<ACCESS, 16>(words, part.codes_at(p, row, at), bytes);
         *part.vector(i / VECTORS, i % VECTORS) = uint4{words[0], words[1], words[2], words[3]};
     }
 #pragma unroll
@@ -161,7 +176,7 @@ __global__ void __launch_bounds__(THREADS) pack(const PackParams p) {
         const unsigned row = part.first_row + i / CHUNKS, at = (part.first_chunk + i % CHUNKS) * 4;
         const unsigned bytes = row < p.rows ? inside(at, p.blocks, 4) : 0;
         unsigned word = 0;
-        if (bytes) read_inside<SCALES_ACCESS, 4>(&word, p.scales + row * p.scales_stride + at, bytes);
+        if (bytes) read_inside<SCALES_ACCESS, 4>(&word, part.scales_at(p, row, at), bytes);
         *part.scale(i / CHUNKS, i % CHUNKS) = word;
     }
     __syncthreads();
@@ -220,12 +235,12 @@ __global__ void __launch_bounds__(THREADS) unpack(const PackParams p) {
         if (bytes == 0) continue;
         const uint4 vector = *part.vector(i / VECTORS, i % VECTORS);
         const unsigned words[4] = {vector.x, vector.y, vector.z, vector.w};
-        write_inside<ACCESS, 16>(p.codes + row * p.stride + at, words, bytes);
+        write_inside<ACCESS, 16>(part.codes_at(p, row, at), words, bytes);
     }
 #pragma unroll
     for (unsigned i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
         const unsigned row = part.first_row + i / CHUNKS, at = (part.first_chunk + i % CHUNKS) * 4;
         const unsigned bytes = row < p.rows ? inside(at, p.blocks, 4) : 0;
-        if (bytes) write_inside<SCALES_ACCESS, 4>(p.scales + row * p.scales_stride + at, part.scale(i / CHUNKS, i % CHUNKS), bytes);
+        if (bytes) write_inside<SCALES_ACCESS, 4>(part.scales_at(p, row, at), part.scale(i / CHUNKS, i % CHUNKS), bytes);
     }
 }

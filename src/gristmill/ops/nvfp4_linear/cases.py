@@ -11,7 +11,7 @@ import torch
 
 from gristmill.errors import ArgumentError
 from gristmill.formats.nvfp4 import packing
-from gristmill.formats.nvfp4.tensor import BLOCK, FRAGMENTS, TILES, arch_of, layout_of
+from gristmill.formats.nvfp4.tensor import BLOCK, FRAGMENTS, PAIRS, TILES, arch_of, layout_of
 from gristmill.formats.nvfp4.tiles import swizzle
 from gristmill.ops.nvfp4_common import Weight
 from gristmill.ops.op import Arguments, Case, Cost
@@ -26,11 +26,12 @@ def random_weight(
     layout: str = "rows",
     generator: torch.Generator | None = None,
     per_row: bool = False,
+    pairs: bool = False,
 ) -> Weight:
     """Every code, scales over all of E4M3's exponents, values of the size that layers have.
 
     Drawn on the device, or where the generator is. `per_row`: rows have scales of their own, a
-    factor of up to 4 apart.
+    factor of up to 4 apart. `pairs`: of gate and up, which fragments hold side by side.
     """
     place = device if generator is None else generator.device
     *stack, rows, columns = shape
@@ -52,7 +53,8 @@ def random_weight(
     if layout == TILES:
         scales = swizzle(scales)
     elif layout == FRAGMENTS:
-        codes, scales = packing.pack(codes, scales)
+        codes, scales = packing.pack(codes, scales, pairs=pairs)
+        layout = PAIRS if pairs else FRAGMENTS
     return Weight(codes.to(device), scales.to(device), row_scale.to(device), layout, columns)
 
 
