@@ -36,9 +36,9 @@ struct Place {
   bool previous_grid_done;
 };
 
-// Bytes [begin, end) that a launch may read, and write if `writable`.
+// Bytes [begin, end) that a launch may read, and write if `writable`. `fresh`: the previous grid may have written them.
 struct Range {
-  unsigned long long begin, end, writable;
+  unsigned long long begin, end, writable, fresh;
 };
 
 // Bytes that a launch moved, and fiber switches it took.

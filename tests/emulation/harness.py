@@ -31,7 +31,7 @@ import torch
 from gristmill.jit.program import Program
 
 HERE = Path(__file__).parent
-RUNTIME_SOURCES = ("scheduler.cpp", "machine.cpp", "tensor_copies.cpp", "matrices.cpp")
+RUNTIME_SOURCES = ("scheduler.cpp", "machine.cpp", "tensor_copies.cpp", "matrices.cpp", "votes.cpp")
 
 # Contraction is off so that every machine computes the same: kernels say fmaf where they mean it.
 FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-fno-gnu-unique", "-w")
@@ -52,11 +52,15 @@ class BuildError(RuntimeError):
 
 @dataclass(frozen=True)
 class Buffer:
-    """Bytes that a launch may read, and write if `writable`."""
+    """Bytes that a launch may read, and write if `writable`.
+
+    `fresh`: the previous launch wrote them, so they may not be read before that is done.
+    """
 
     pointer: int
     bytes: int
     writable: bool
+    fresh: bool = False
 
 
 def readable(tensor: torch.Tensor) -> Buffer:
@@ -122,6 +126,7 @@ class _Range(ctypes.Structure):
         ("begin", ctypes.c_ulonglong),
         ("end", ctypes.c_ulonglong),
         ("writable", ctypes.c_ulonglong),
+        ("fresh", ctypes.c_ulonglong),
     )
 
 
@@ -198,7 +203,7 @@ class Emulator:
         """
         function = self._function(program, name)
         ranges = (_Range * max(1, len(buffers)))(
-            *(_Range(b.pointer, b.pointer + b.bytes, b.writable) for b in buffers)
+            *(_Range(b.pointer, b.pointer + b.bytes, b.writable, b.fresh) for b in buffers)
         )
         traffic = _Traffic()
         shape = _Shape(

@@ -12,7 +12,7 @@ namespace emulation {
 constexpr unsigned long long barrier_tag = 0xba221e2ull << 32;
 constexpr long long max_expected_bytes = (1 << 20) - 1;  // what the hardware's transaction count holds
 
-const Range nowhere = {1, 0, 0};
+const Range nowhere = {1, 0, 0, 0};
 const Range *last_loaded = &nowhere, *last_stored = &nowhere;
 std::vector<Barrier> barriers;
 std::deque<Copy> copies;

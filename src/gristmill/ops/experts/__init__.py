@@ -1,0 +1,1 @@
+"""What ops over the experts of a mixture share: semantics, slots in order, routing, sums."""
