@@ -248,6 +248,8 @@ def _products() -> list[RowCall]:
         RowCall(
             "nvfp4_linear_backward", (0,), (0,), _example("nvfp4_linear_backward"), multiple=32
         ),
+        RowCall("moe", (0, 1, 2), (0,), _example("moe")),
+        RowCall("moe_backward", (0, 1, 2, 3), (0, 1), _example("moe_backward")),
         RowCall("nvfp4_moe", (0, 1, 2), (0,), _example("nvfp4_moe"), multiple=32),
         RowCall(
             "nvfp4_moe_backward", (0, 1, 2, 3), (0, 1), _example("nvfp4_moe_backward"), multiple=32
@@ -255,5 +257,16 @@ def _products() -> list[RowCall]:
     ]
 
 
+def _routers() -> list[RowCall]:
+    name, back = "topk_router", "topk_router_backward"
+    biased = _example(name, scoring="sigmoid", bias=_classes(0), scale=2.5, ids_dtype=torch.int64)
+    return [
+        RowCall(name, (0,), (0, 1), _example(name)),
+        RowCall(name, (0,), (0, 1), _example(name, renormalize=False), "as they are"),
+        RowCall(name, (0,), (0, 1), biased, "bias"),
+        RowCall(back, (0, 1, 2), (0,), _example(back)),
+    ]
+
+
 ROW_CALLS = (*_norms(), *_softmaxes(), *_entropies())
-CALLS = (*ROW_CALLS, *_products())
+CALLS = (*ROW_CALLS, *_products(), *_routers())

@@ -11,8 +11,10 @@ from gristmill.ops.inline import inline
 from gristmill.ops.layer_norm import add_layer_norm, layer_norm
 from gristmill.ops.linear import linear, matmul
 from gristmill.ops.linear_cross_entropy import linear_cross_entropy
+from gristmill.ops.moe import moe
 from gristmill.ops.rms_norm import add_rms_norm, fused_add_rms_norm_, rms_norm
 from gristmill.ops.softmax import log_softmax, softmax
+from gristmill.ops.topk_router import topk_router
 from gristmill.runners import Nvfp4LinearRunner, Nvfp4MoeRunner, register_runner
 from gristmill.select import batch_invariant, counters, use
 from gristmill.tune import tune
@@ -38,11 +40,13 @@ __all__ = [
     "linear_cross_entropy",
     "log_softmax",
     "matmul",
+    "moe",
     "nn",
     "nvfp4",
     "register_runner",
     "rms_norm",
     "softmax",
+    "topk_router",
     "tune",
     "use",
     "vocab_parallel_cross_entropy",

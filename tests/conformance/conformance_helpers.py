@@ -67,9 +67,9 @@ def composed(
         # torch rounds to its dtype before the activation, too.
         narrow = where == "cuda" and args[0].dtype.itemsize == 2
         return args[0].dtype if narrow else False
-    if variant not in ("library", "dequantized"):
+    if variant not in ("library", "dequantized", "grouped_mm"):
         return False
-    if op.name in ("nvfp4_linear_backward", "nvfp4_moe", "nvfp4_moe_backward"):
+    if op.name == "nvfp4_linear_backward" or "moe" in op.name:
         dtype: torch.dtype = args[0].dtype
         return dtype if where == "cuda" else False
     if "layer_norm" in op.name:

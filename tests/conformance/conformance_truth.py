@@ -13,9 +13,11 @@ import conformance_truth_cross_entropy as entropy
 import conformance_truth_fp8 as fp8
 import conformance_truth_linear as linear
 import conformance_truth_linear_cross_entropy as linear_entropy
+import conformance_truth_moe as dense_experts
 import conformance_truth_norms as norms
 import conformance_truth_nvfp4 as nvfp4
 import conformance_truth_softmax as softmax
+import conformance_truth_topk_router as router
 import torch
 from conformance_truth_core import BEFORE_ROUNDING, Truth, accumulator_of, unit
 
@@ -192,6 +194,8 @@ TRUTHS: dict[str, Callable[..., list[Truth]]] = {
     "linear": linear.linear,
     "linear_with_pre": linear.linear_with_pre,
     "matmul": linear.matmul,
+    "moe": dense_experts.moe,
+    "moe_backward": dense_experts.moe_backward,
     "nvfp4_linear": nvfp4.linear,
     "nvfp4_linear_backward": nvfp4.linear_backward,
     "nvfp4_moe": nvfp4.moe,
@@ -200,4 +204,6 @@ TRUTHS: dict[str, Callable[..., list[Truth]]] = {
     "log_softmax": softmax.log_softmax,
     "softmax_backward": softmax.softmax_backward,
     "log_softmax_backward": softmax.log_softmax_backward,
+    "topk_router": router.topk_router,
+    "topk_router_backward": router.topk_router_backward,
 }

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from conformance_truth_core import BEFORE_ROUNDING, Truth, accumulator_of, unit
+from conformance_truth_core import Truth, accumulator_of
+from conformance_truth_experts import Mixture, backward, forward
 
 Tensor = torch.Tensor
 
@@ -23,14 +24,28 @@ WORD = 0xFFFFFFFF
 
 
 def weight_of(
-    codes: Tensor, scales: Tensor, row_scale: Tensor, layout: str, columns: int
+    codes: Tensor,
+    scales: Tensor,
+    row_scale: Tensor,
+    layout: str,
+    columns: int,
+    *,
+    pairs: bool = False,
 ) -> Tensor:
-    """The values of a weight or a stack: element times block scale times row scale."""
+    """The values of a weight or a stack: element times block scale times row scale.
+
+    `pairs`: in fragments, eight rows of the first half and eight of the second take turns.
+    """
     values = torch.tensor([*MAGNITUDES, *(-size for size in MAGNITUDES)], dtype=torch.float64)
     values = values.to(codes.device)
     rows = row_scale.shape[-1]
     if layout == "fragments":
         elements, factors = _from_fragments(codes, scales, rows, columns)
+        if pairs:
+            row = torch.arange(rows, device=codes.device)
+            inner = row % (rows // 2)
+            at = inner // 8 * 16 + row // (rows // 2) * 8 + inner % 8
+            elements, factors = elements[..., at, :], factors[..., at, :]
     else:
         elements = torch.stack((codes & 15, codes >> 4), -1).flatten(-2).long()
         if layout == "tiles":
@@ -148,126 +163,32 @@ def linear_backward(
     return [Truth(value, value, CHAIN * terms, accumulator_of(dtype))]
 
 
-class Expert(NamedTuple):
-    """What one expert makes of every token, in fp64, with how far each may be off on the way.
-
-    `wide` and `narrow` are the ends of the range of the activated value, rounded; `h_off` the size
-    of the terms that its error is made of, `slopes` its derivatives by gate and by up and
-    `slopes_off` theirs.
-    """
-
-    w13: Tensor
-    w2: Tensor
-    low: Tensor
-    high: Tensor
-    h_off: Tensor
-    slopes: tuple[Tensor, Tensor]
-    slopes_off: tuple[Tensor, Tensor]
-
-
-def activation_of(name: str, limit: float | None, gate: Tensor, up: Tensor) -> Tensor:
-    if limit is not None:
-        gate = torch.minimum(gate, torch.full_like(gate, limit))
-        up = torch.maximum(
-            torch.minimum(up, torch.full_like(up, limit)), -torch.full_like(up, limit)
-        )
-    if name == "silu":
-        return gate / (1 + torch.exp(-gate)) * up
-    if name == "gelu":
-        return gate * 0.5 * (1 + torch.erf(gate / 2**0.5)) * up
-    assert name == "swiglu_oai"
-    return gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
-
-
-def _expert(number: int, args: tuple[Any, ...]) -> Expert:
-    x, _, _, *parts, w13_bias, _, activation, limit, _, layout = args
-    w13 = weight_of(*(part[number] for part in parts[:3]), layout, x.shape[-1])
-    w2 = weight_of(*(part[number] for part in parts[3:]), layout, parts[2].shape[-1] // 2)
-    both, terms = x.double() @ w13.t(), x.double().abs() @ w13.abs().t()
-    if w13_bias is not None:
-        bias = w13_bias[number].double()
-        both, terms = both + bias, terms + bias.abs()
-    with torch.enable_grad():
-        gate, up = (half.detach().requires_grad_() for half in both.chunk(2, -1))
-        h = activation_of(activation, limit, gate, up)
-        by_gate, by_up = torch.autograd.grad(h.sum(), (gate, up), create_graph=True)
-        across = torch.autograd.grad(by_gate.sum(), (gate, up), retain_graph=True)
-    off_gate, off_up = terms.chunk(2, -1)
-    h, slopes = h.detach(), (by_gate.detach(), by_up.detach())
-    h_off = h.abs() + slopes[0].abs() * off_gate + slopes[1].abs() * off_up
-    # The slope by gate is a sum of two that may cancel, the larger of them at most |factor|.
-    factor = up.detach() + (activation == "swiglu_oai")
-    slopes_off = (
-        factor.abs() + slopes[0].abs() + across[0].abs() * off_gate + across[1].abs() * off_up,
-        slopes[1].abs() + across[1].abs() * off_gate,
-    )
-    precise = accumulator_of(x.dtype)
-    low = high = h
-    if torch.finfo(x.dtype).eps > torch.finfo(precise).eps:
-        off = BEFORE_ROUNDING * unit(precise) * h_off
-        low, high = ((h + sign * off).to(x.dtype).double() for sign in (-1, 1))
-    return Expert(w13, w2, low, high, h_off, slopes, slopes_off)
-
-
-def _places(args: tuple[Any, ...]) -> Tensor:
-    """The place of each entry of topk_ids among the experts that are here; -1 for none."""
-    ids, experts = args[2], args[3].shape[0]
-    mapped = list(range(experts)) if args[13] is None else args[13].tolist()
-
-    def place(expert: int) -> int:
-        found = mapped[expert] if 0 <= expert < len(mapped) else -1
-        return found if 0 <= found < experts else -1
-
-    places = [[place(expert) for expert in row] for row in ids.tolist()]
-    return torch.tensor(places, dtype=torch.int64, device=ids.device).view(ids.shape)
-
-
 def moe(*args: Any) -> list[Truth]:
-    x, weights, w2_bias = args[0], args[1].double(), args[10]
-    places = _places(args)
-    value, off, terms = (torch.zeros_like(x, dtype=torch.float64) for _ in range(3))
-    for number in range(args[3].shape[0]):
-        share = (weights * (places == number)).sum(-1, keepdim=True)
-        one = _expert(number, args)
-        middle, half = (one.low + one.high) / 2, (one.high - one.low) / 2
-        y, size = middle @ one.w2.t(), one.h_off @ one.w2.abs().t()
-        if w2_bias is not None:
-            y, size = y + w2_bias[number].double(), size + w2_bias[number].double().abs()
-        value += share * y
-        off += share.abs() * (half @ one.w2.abs().t())
-        terms += share.abs() * size
-    return [Truth(value - off, value + off, terms, accumulator_of(x.dtype))]
+    return forward(_mixture(args))
 
 
 def moe_backward(dy: Tensor, *args: Any) -> list[Truth]:
-    x, weights, w2_bias = args[0], args[1].double(), args[10]
-    places, d = _places(args), dy.double()
-    dx, dx_terms = (torch.zeros_like(x, dtype=torch.float64) for _ in range(2))
-    dweights, off, terms = (torch.zeros_like(weights) for _ in range(3))
-    for number in range(args[3].shape[0]):
-        mine = places == number
-        share = (weights * mine).sum(-1, keepdim=True)
-        one = _expert(number, args)
-        dh, dh_off = d @ one.w2, d.abs() @ one.w2.abs()
-        # Of the activation's gradient: each factor may be off in its own way.
-        both = torch.cat([share * dh * slope for slope in one.slopes], -1)
-        pairs = zip(one.slopes, one.slopes_off, strict=True)
-        sizes = [share.abs() * (dh_off * slope.abs() + dh.abs() * far) for slope, far in pairs]
-        served = mine.any(-1, keepdim=True)
-        dx += served * (both @ one.w13)
-        dx_terms += served * (torch.cat(sizes, -1) @ one.w13.abs())
-        middle, half = (one.low + one.high) / 2, (one.high - one.low) / 2
-        dshare = (dh * middle).sum(-1, keepdim=True)
-        size = (dh_off * middle.abs() + dh.abs() * one.h_off).sum(-1, keepdim=True)
-        if w2_bias is not None:
-            products = d * w2_bias[number].double()
-            dshare = dshare + products.sum(-1, keepdim=True)
-            size = size + products.abs().sum(-1, keepdim=True)
-        dweights = torch.where(mine, dshare, dweights)
-        off = torch.where(mine, (dh.abs() * half).sum(-1, keepdim=True), off)
-        terms = torch.where(mine, size, terms)
-    precise = accumulator_of(x.dtype)
-    return [
-        Truth(dx, dx, dx_terms, precise),
-        Truth(dweights - off, dweights + off, terms, precise),
-    ]
+    return backward(_mixture(args), dy)[:2]
+
+
+def _mixture(args: tuple[Any, ...]) -> Mixture:
+    x, weights, ids, *parts, w13_bias, w2_bias, activation, limit, expert_map, layout, alpha = args
+    hidden, inner = x.shape[-1], parts[2].shape[-1] // 2
+
+    def w13(number: int) -> Tensor:
+        return weight_of(*(part[number] for part in parts[:3]), layout, hidden, pairs=True)
+
+    return Mixture(
+        x=x,
+        weights=weights,
+        ids=ids,
+        experts=parts[0].shape[0],
+        w13=w13,
+        w2=lambda number: weight_of(*(part[number] for part in parts[3:]), layout, inner),
+        w13_bias=w13_bias,
+        w2_bias=w2_bias,
+        activation=activation,
+        limit=limit,
+        expert_map=expert_map,
+        alpha=alpha,
+    )

@@ -125,7 +125,7 @@ def test_rows_that_several_threads_share(call: RowCall) -> None:
 def test_a_batch_that_lies_elsewhere(call: RowCall, lay: Callable[..., torch.Tensor]) -> None:
     torch.manual_seed(8)
     args = call.make(6, columns_of(call, 100), torch.bfloat16, "cpu")
-    if lay is row_calls.nested and call.op.startswith(("nvfp4", "matmul")):
+    if lay is row_calls.nested and call.op.startswith(("nvfp4", "moe", "matmul", "topk")):
         pytest.skip("rows of one dim, or matrices")
     expected, found = call.run(args), call.run(call.laid(args, lay))
     for one, other in zip(found, expected, strict=True):

@@ -11,7 +11,6 @@ import torch
 import gristmill
 from gristmill import nvfp4
 from gristmill.errors import ArgumentError, DtypeError, GristmillError, VariantUnavailable
-from gristmill.formats.nvfp4 import fragments
 from gristmill.ops.nvfp4_linear import linear_backward, linear_of
 from gristmill.ops.nvfp4_linear.cases import backward_example, forward_example
 from gristmill.ops.nvfp4_moe import moe_backward, moe_of
@@ -115,6 +114,9 @@ MOE: list[Wrong] = [
     ("limit", -1.0, ArgumentError, ["at least 0", "got -1.0"]),
     ("limit", float("nan"), ArgumentError, ["finite", "got nan"]),
     ("limit", "seven", DtypeError, ["a number", "str"]),
+    ("alpha", 1.0, ArgumentError, ["slope in 'swiglu_oai'", "'silu'", "got 1.0"]),
+    ("alpha", float("inf"), ArgumentError, ["finite", "got inf"]),
+    ("alpha", "steep", DtypeError, ["a number", "str"]),
     ("expert_map", ones(5), DtypeError, ["int32 or int64", "float32"]),
     ("expert_map", IDS, ArgumentError, [r"\(experts of the model,\)", r"got \(4, 2\)"]),
     ("layout", "tile", ArgumentError, ["'rows' or 'tiles' or 'fragments'", "got 'tile'"]),
@@ -228,19 +230,21 @@ def test_padding_is_no_column_of_a_packed_weight() -> None:
 
 
 def test_padding_is_no_column_of_packed_experts() -> None:
-    def stack(*shape: int) -> nvfp4.PackedNVFP4:
-        weight = nvfp4.quantize(torch.randn(3, *shape))
-        codes, scales = fragments.pack(weight.codes, weight.scales)
-        return nvfp4.PackedNVFP4(codes, scales, weight.row_scale, "fragments", shape[-1])
+    def stack(*shape: int, pairs: bool = False) -> nvfp4.PackedNVFP4:
+        packed = nvfp4.quantize(torch.randn(3, *shape)).prepare("sm_90a", pairs=pairs)
+        assert packed.layout == ("pairs" if pairs else "fragments")
+        return packed
 
     weights = torch.rand(4, 2)
     with pytest.raises(ArgumentError, match=r"w13 must .* H = 96, got \(3, 96, 80\)"):
-        nvfp4.moe(torch.randn(4, 96), weights, IDS, stack(96, 80), stack(80, 48))
+        nvfp4.moe(torch.randn(4, 96), weights, IDS, stack(96, 80, pairs=True), stack(80, 48))
     with pytest.raises(ArgumentError, match=r"w2 must .* I = 48, got \(3, 80, 32\)"):
-        nvfp4.moe(torch.randn(4, 80), weights, IDS, stack(96, 80), stack(80, 32))
+        nvfp4.moe(torch.randn(4, 80), weights, IDS, stack(96, 80, pairs=True), stack(80, 32))
     with pytest.raises(ArgumentError, match=r"w2 must .* = \(3, 80, 48\) .*\(3, 144, 48\)"):
-        nvfp4.moe(torch.randn(4, 80), weights, IDS, stack(96, 80), stack(144, 48))
-    assert nvfp4.moe(torch.randn(4, 80), weights, IDS, stack(96, 80), stack(80, 48)).any()
+        nvfp4.moe(torch.randn(4, 80), weights, IDS, stack(96, 80, pairs=True), stack(144, 48))
+    assert nvfp4.moe(
+        torch.randn(4, 80), weights, IDS, stack(96, 80, pairs=True), stack(80, 48)
+    ).any()
 
 
 def fragments_call(name: str) -> dict[str, Any]:

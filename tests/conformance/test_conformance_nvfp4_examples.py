@@ -24,8 +24,8 @@ LAYOUTS = {"sm_80": "fragments", "sm_89": "fragments", "sm_90a": "fragments"}
 
 
 def layout_on(op: Op, arch: str) -> str:
-    if "moe" in op.name and arch in LAYOUTS:
-        return "rows"
+    if "moe" in op.name and arch in ("sm_80", "sm_89"):
+        return "rows"  # which Triton reads
     return LAYOUTS.get(arch, "tiles")
 
 
@@ -35,7 +35,7 @@ def test_an_example_is_laid_out_for_its_target(op: Op, arch: str) -> None:
     args = op.example_for(KNOWN[arch], (4, 80), torch.bfloat16)
     op.check(*args)
     layout = layout_on(op, arch)
-    assert args[-1 if "moe" in op.name else -3] == layout
+    assert args[-2 if "moe" in op.name else -3] == layout
     problem = op.problem(*args, device=KNOWN[arch])
     assert problem.flags == (() if layout == "rows" else (layout,))
     on_cpu = op.example_for(device_of("cpu"), (4, 80), torch.bfloat16)

@@ -92,6 +92,19 @@ NAMES = (
     "7x24 by 5x24x33",
     "heads of a row",
     "b transposed",
+    "alpha float32",
+    "fragments, gpt-oss",
+    "frozen",
+    "odd sizes",
+    "weights transposed",
+    "7 rows, 2 of 8",
+    "0 rows, 8 of 64",
+    "bfloat16 sigmoid",
+    "float64 softmax, as they are",
+    "long ids",
+    "deepseek v3",
+    "groups of seven, sigmoid",
+    "dweights bfloat16",
 )
 ARGUMENTS = [
     pytest.param(op, name, id=f"{op.name}-{name}".replace(" ", "_"))
@@ -114,7 +127,9 @@ TRAINED = {
     "softmax": ("x", "mask"),
     "log_softmax": ("x", "mask"),
     "nvfp4_linear": ("x", "bias"),
+    "topk_router": ("logits",),
     "nvfp4_moe": ("hidden_states", "topk_weights"),
+    "moe": ("hidden_states", "topk_weights", "w13", "w2", "w13_bias", "w2_bias"),
 }
 
 

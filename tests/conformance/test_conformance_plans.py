@@ -262,6 +262,14 @@ def _dims(op: Op, args: tuple[Any, ...]) -> dict[str, int]:
         return dict(zip(("K", "N"), named["b"].shape[-2:], strict=True))
     if "nvfp4_linear" in op.name:
         return {"N": len(named["row_scale"]), "K": named.get("columns", args[0].shape[-1])}
+    if op.name == "topk_router":
+        groups = {"groups": named["groups"]} if named["topk_groups"] < named["groups"] else {}
+        return {"E": args[0].shape[1], "k": named["topk"], **groups}
+    if op.name == "topk_router_backward":
+        return {"E": named["logits"].shape[1], "k": args[0].shape[1]}
+    if op.name in ("moe", "moe_backward"):
+        experts, hidden, inner = named["w2"].shape
+        return {"E": experts, "k": named["topk_ids"].shape[1], "H": hidden, "I": inner}
     (experts, hidden), topk = named["w2_row_scale"].shape, named["topk_ids"].shape[1]
     return {"E": experts, "k": topk, "H": hidden, "I": named["w13_row_scale"].shape[1] // 2}
 
@@ -402,8 +410,10 @@ def test_an_old_gpu_gets_what_torch_has(op: Op) -> None:
         plain.remove("library_fused")  # no activation to fuse
     if "linear_cross_entropy" in op.name:
         plain.remove("library")  # torch's own gives its loss in fp16: too few bits
-    if "nvfp4_linear" in op.name:
+    if "nvfp4" in op.name or op.name == "moe":
         plain = ["library", "reference"]  # the others, whatever their names, have kernels of ours
+    if op.name == "moe_backward":
+        plain = ["reference"]  # no grouped mm for the gradients of weights
     assert names == plain
 
 
@@ -452,6 +462,12 @@ def test_cost_counts_what_must_move(op: Op) -> None:
         # Eight experts, half as wide as a row, all of them used.
         "nvfp4_moe": 2 * rows + 8 * (64 * packed(64) + 64 * packed(32)),
         "nvfp4_moe_backward": 3 * rows + 8 * (64 * packed(64) + 64 * packed(32)),
+        # Gradients of all weights, too.
+        "moe": 2 * rows + 8 * 3 * 32 * weight,
+        "moe_backward": 3 * rows + 2 * 8 * 3 * 32 * weight,
+        # Eight weights and ids of 4 bytes each for a row; of these the gradient reads the logits.
+        "topk_router": rows + 16 * 8 * (4 + 4),
+        "topk_router_backward": rows + 16 * 8 * (4 + 4 + 2),
     }
     assert op.cost(*args).bytes == expected[op.name]
     assert op.cost(*args).operations >= 16 * 64
@@ -459,7 +475,8 @@ def test_cost_counts_what_must_move(op: Op) -> None:
 
 def test_examples_are_right_as_they_are() -> None:
     results = {"rms_norm": 1, "nvfp4_linear": 1, "nvfp4_linear_backward": 1, "nvfp4_moe": 1}
-    results |= {"linear": 1, "matmul": 1}
+    results |= {"moe": 1, "moe_backward": 6}
+    results |= {"linear": 1, "matmul": 1, "topk_router_backward": 1}
     results |= {name: 4 if name.startswith("add_") else 3 for name in FP8_NAMES}
     results |= {"layer_norm": 1, "layer_norm_backward": 3}
     results |= dict.fromkeys(SOFTMAX_NAMES, 1)

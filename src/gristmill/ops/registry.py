@@ -17,6 +17,7 @@ from gristmill.ops.linear_cross_entropy import (
     LINEAR_CROSS_ENTROPY,
     LINEAR_CROSS_ENTROPY_BACKWARD,
 )
+from gristmill.ops.moe import MOE, MOE_BACKWARD
 from gristmill.ops.nvfp4_linear import NVFP4_LINEAR, NVFP4_LINEAR_BACKWARD
 from gristmill.ops.nvfp4_moe import NVFP4_MOE, NVFP4_MOE_BACKWARD
 from gristmill.ops.op import Op
@@ -28,6 +29,7 @@ from gristmill.ops.softmax import (
     SOFTMAX,
     SOFTMAX_BACKWARD,
 )
+from gristmill.ops.topk_router import TOPK_ROUTER, TOPK_ROUTER_BACKWARD
 
 OPS: dict[str, Op] = {
     op.name: op
@@ -58,9 +60,13 @@ OPS: dict[str, Op] = {
         LINEAR,
         LINEAR_WITH_PRE,
         MATMUL,
+        MOE,
+        MOE_BACKWARD,
         NVFP4_LINEAR,
         NVFP4_LINEAR_BACKWARD,
         NVFP4_MOE,
         NVFP4_MOE_BACKWARD,
+        TOPK_ROUTER,
+        TOPK_ROUTER_BACKWARD,
     )
 }

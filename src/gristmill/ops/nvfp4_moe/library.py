@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from gristmill.ops.experts.slots import few
 from gristmill.ops.nvfp4_common import Weight
 from gristmill.ops.nvfp4_moe import semantics
 from gristmill.ops.nvfp4_moe.semantics import Call
-from gristmill.ops.nvfp4_moe.slots import Slots, few, some_tokens
+from gristmill.ops.nvfp4_moe.slots import Slots, some_tokens
 from gristmill.select.problem import Problem
 from gristmill.select.variant import Variant
 
@@ -59,7 +60,7 @@ def _forward_some(call: Call, y: torch.Tensor) -> None:
     h = x.new_empty((slots.count, call.intermediate))
     for piece in slots.pieces(call.w13.columns, call.intermediate):
         gate, up = _gate_and_up(call, slots, x, piece)
-        activated = call.activate(gate, up).to(call.hidden_states.dtype)
+        activated = call.act.apply(gate, up).to(call.hidden_states.dtype)
         h[:, piece.start : piece.stop] = activated
     del x
     for piece in slots.pieces(call.w2.columns, call.w2.rows):
@@ -87,10 +88,10 @@ def _backward_some(dy: torch.Tensor, call: Call, dx: torch.Tensor, dweights: tor
     parts, top = call.w2.levelled()
     for piece in slots.pieces(call.w2.rows, inner):
         gate, up = _gate_and_up(call, slots, x, piece)
-        h = call.activate(gate, up).to(call.hidden_states.dtype)
+        h = call.act.apply(gate, up).to(call.hidden_states.dtype)
         dh = slots.times(d, call.w2, columns=piece, parts=parts) * top[slots.expert]
         dshares += (dh * h).sum(-1, keepdim=True)
-        dgate, dup = call.activate_backward(gate, up, dh.mul_(shares))
+        dgate, dup = call.act.backward(gate, up, dh.mul_(shares))
         both[:, piece.start : piece.stop] = dgate
         both[:, inner + piece.start : inner + piece.stop] = dup
     del x, d

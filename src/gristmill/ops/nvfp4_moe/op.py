@@ -8,6 +8,7 @@ import torch
 
 from gristmill.errors import ArgumentError
 from gristmill.formats.nvfp4 import NVFP4Tensor, PackedNVFP4
+from gristmill.formats.nvfp4.tensor import FRAGMENTS, PAIRS
 from gristmill.ops.by_row import by_row
 from gristmill.ops.nvfp4_common import (
     AUTOCAST_KEYS,
@@ -19,6 +20,8 @@ from gristmill.ops.nvfp4_common import (
 )
 from gristmill.ops.nvfp4_moe import cases, problem, reference, semantics
 from gristmill.ops.nvfp4_moe.library import Library
+from gristmill.ops.nvfp4_moe.triton import TritonExperts
+from gristmill.ops.nvfp4_moe.wgmma import Wgmma
 from gristmill.ops.op import Arguments, Gradient, Op, no_second_gradient
 from gristmill.ops.plain import Reference
 
@@ -40,6 +43,7 @@ def moe(
     activation: str = "silu",
     limit: float | None = None,
     expert_map: torch.Tensor | None = None,
+    alpha: float | None = None,
 ) -> torch.Tensor:
     r"""The experts of a mixture, with NVFP4 weights.
 
@@ -48,7 +52,7 @@ def moe(
 
     for each row x of `hidden_states`, with the experts e of its row of `topk_ids` and their weights
     t. ``"silu"`` is :math:`g \, \sigma(g) \, u`, ``"gelu"`` is :math:`g \, \Phi(g) \, u` (with erf)
-    and ``"swiglu_oai"`` is :math:`g \, \sigma(1.702 g) (u + 1)`.
+    and ``"swiglu_oai"`` is :math:`g \, \sigma(\alpha g) (u + 1)`.
 
     Args:
         hidden_states: ``(M, H)`` of fp32, bf16, fp16 or fp64, with any strides.
@@ -56,13 +60,15 @@ def moe(
         topk_ids: int32 or int64 ``(M, k)``. An id of -1, or of no expert here, takes no part.
         w13: weights ``(E, 2 * I, H)``, the rows of the gate before those of up; H and I are
             multiples of 16.
-        w2: weights ``(E, H, I)``, in the same layout.
+        w2: weights ``(E, H, I)``, in the same layout; beside w2 in layout ``"fragments"`` w13 has
+            ``"pairs"``, which ``w13.prepare(pairs=True)`` gives.
         w13_bias, w2_bias: ``(E, 2 * I)`` and ``(E, H)`` of any float dtype, or None.
         activation: ``"silu"``, ``"gelu"`` or ``"swiglu_oai"``.
         limit: before the activation, gate is cut at `limit` from above and up at plus and minus
             `limit`; None cuts nothing.
         expert_map: int32 or int64 ``(experts of the model,)``: where the weights of each expert
             lie in w13 and w2, or -1 where they are not here. None: ids are places.
+        alpha: the slope in ``"swiglu_oai"``, for that activation alone; None: 1.702.
 
     Returns:
         ``(M, H)`` of the dtype of `hidden_states`, contiguous. Sums are taken in fp32 (fp64 for
@@ -82,6 +88,7 @@ def moe(
             activation=activation,
             limit=limit,
             expert_map=expert_map,
+            alpha=alpha,
         )
     )
 
@@ -102,12 +109,14 @@ def moe_of(
     limit: float | None = None,
     expert_map: torch.Tensor | None = None,
     layout: str = "rows",
+    alpha: float | None = None,
 ) -> torch.Tensor:
     """:func:`moe` over the parts of the weights: what modules call, as graphs take tensors.
 
     Args:
         w13_codes, w2_codes: uint8 ``(E, N, K / 2)``; in layout ``"fragments"``
-            ``(E, N / 64, K / 64, 2048)``, rounded up.
+            ``(E, N / 64, K / 64, 2048)``, rounded up, those of w13 in pairs of gate and up, as
+            ``prepare(pairs=True)`` gives them.
         w13_scales, w2_scales: E4M3 ``(E, N, K / 16)``; in layout ``"tiles"`` as
             :func:`gristmill.nvfp4.swizzle` gives them; in ``"fragments"`` uint8
             ``(E, N / 64, K / 64, 256)``, rounded up.
@@ -118,7 +127,7 @@ def moe_of(
     w13 = (w13_codes, w13_scales, w13_row_scale)
     w2 = (w2_codes, w2_scales, w2_row_scale)
     biases = (w13_bias, w2_bias)
-    args = (*routing, *w13, *w2, *biases, activation, limit, expert_map, layout)
+    args = (*routing, *w13, *w2, *biases, activation, limit, expert_map, layout, alpha)
     if torch.compiler.is_compiling():
         result: torch.Tensor = NVFP4_MOE.overload(*args)
     else:
@@ -156,17 +165,28 @@ def _arguments(
     activation: str = "silu",
     limit: float | None = None,
     expert_map: torch.Tensor | None = None,
+    alpha: float | None = None,
 ) -> Arguments:
     wide, back = parts_of("nvfp4_moe", "w13", w13), parts_of("nvfp4_moe", "w2", w2)
-    if wide.layout != back.layout:
-        raise ArgumentError(
-            f"nvfp4_moe: w13 and w2 must have one layout, got {wide.layout!r} and {back.layout!r}; "
-            f"call prepare() on both or on neither"
-        )
+    _check_layouts(wide.layout, back.layout)
     _check_widths(hidden_states, wide, back)
     routing = (hidden_states, topk_weights, topk_ids)
-    options = (w13_bias, w2_bias, activation, limit, expert_map, wide.layout)
+    options = (w13_bias, w2_bias, activation, limit, expert_map, back.layout, alpha)
     return (*routing, *wide[:3], *back[:3], *options)
+
+
+def _check_layouts(w13: str, w2: str) -> None:
+    if w13 == (PAIRS if w2 == FRAGMENTS else w2) and w2 != PAIRS:
+        return
+    if {w13, w2} <= {FRAGMENTS, PAIRS}:
+        raise ArgumentError(
+            f"nvfp4_moe: w13 must have layout {PAIRS!r} beside w2 in layout {FRAGMENTS!r}, got "
+            f"{w13!r} and {w2!r}; call prepare(pairs=True) on w13 and prepare() on w2"
+        )
+    raise ArgumentError(
+        f"nvfp4_moe: w13 and w2 must have one layout, got {w13!r} and {w2!r}; call "
+        f"prepare(pairs=True) on w13 and prepare() on w2, or neither"
+    )
 
 
 def _check_widths(hidden_states: Any, w13: Weight, w2: Weight) -> None:
@@ -186,20 +206,20 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     names = ("w13_scales", "w13_row_scale", "w2_codes", "w2_scales", "w2_row_scale")
     positions = dict(enumerate((*names, "w13_bias", "w2_bias"), start=4))
     frozen("nvfp4_moe", ctx, positions)
-    *tensors, activation, limit, expert_map, layout = inputs
+    *tensors, activation, limit, expert_map, layout, alpha = inputs
     ctx.save_for_backward(*tensors, expert_map)
-    ctx.options = activation, limit, layout
+    ctx.options = activation, limit, layout, alpha
 
 
 def _backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
     *tensors, expert_map = ctx.saved_tensors
-    activation, limit, layout = ctx.options
-    dx, dweights = moe_backward(dy, *tensors, activation, limit, expert_map, layout)
+    activation, limit, layout, alpha = ctx.options
+    dx, dweights = moe_backward(dy, *tensors, activation, limit, expert_map, layout, alpha)
     found = [
         gradient if needed else None
         for gradient, needed in zip((dx, dweights), ctx.needs_input_grad, strict=False)
     ]
-    return *found, *[None] * 13
+    return *found, *[None] * 14
 
 
 def _autocast(hidden_states: torch.Tensor, *others: Any) -> Arguments:
@@ -213,7 +233,7 @@ NVFP4_MOE = Op(
     schema=(
         f"(Tensor hidden_states, Tensor topk_weights, Tensor topk_ids, {_STACKS}, "
         'Tensor? w13_bias=None, Tensor? w2_bias=None, str activation="silu", float? limit=None, '
-        'Tensor? expert_map=None, str layout="rows") -> Tensor'
+        'Tensor? expert_map=None, str layout="rows", float? alpha=None) -> Tensor'
     ),
     summary="the experts of a mixture, with NVFP4 weights",
     check=semantics.check_forward,
@@ -224,6 +244,8 @@ NVFP4_MOE = Op(
     cases=cases.forward_cases,
     example=cases.forward_example,
     variants=(
+        Wgmma(),
+        TritonExperts(),
         Library(),
         Reference(
             reference.nvfp4_moe,
@@ -231,7 +253,7 @@ NVFP4_MOE = Op(
             by_row(reference.nvfp4_moe, rows=(0, 1, 2)),
         ),
     ),
-    defaults=(None, None, "silu", None, None, "rows"),
+    defaults=(None, None, "silu", None, None, "rows", None),
     indices=_INDICES,
     gradient=Gradient(_save, _backward),
     autocast=_autocast,
@@ -247,7 +269,7 @@ NVFP4_MOE_BACKWARD = Op(
     schema=(
         "(Tensor dy, Tensor hidden_states, Tensor topk_weights, Tensor topk_ids, "
         f"{_STACKS}, Tensor? w13_bias, Tensor? w2_bias, str activation, float? limit, "
-        "Tensor? expert_map, str layout) -> (Tensor, Tensor)"
+        "Tensor? expert_map, str layout, float? alpha) -> (Tensor, Tensor)"
     ),
     summary="the gradients of nvfp4_moe for hidden_states and topk_weights",
     check=semantics.check_backward,

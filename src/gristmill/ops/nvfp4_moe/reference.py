@@ -24,7 +24,7 @@ def nvfp4_moe(*args: Any) -> torch.Tensor:
     for expert in range(call.experts):
         share, served, x = _served(call, ids, weights, expert, precise)
         gate, up = _gate_and_up(call, expert, x)
-        h = call.activate(gate, up).to(dtype).to(precise)
+        h = call.act.apply(gate, up).to(dtype).to(precise)
         y = h @ call.w2.expert(expert).whole(precise).t()
         if call.w2_bias is not None:
             y = y + call.w2_bias[expert].to(precise)
@@ -42,12 +42,12 @@ def nvfp4_moe_backward(dy: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torc
     for expert in range(call.experts):
         share, served, x = _served(call, ids, weights, expert, precise)
         gate, up = _gate_and_up(call, expert, x)
-        h = call.activate(gate, up).to(dtype).to(precise)
+        h = call.act.apply(gate, up).to(dtype).to(precise)
         dh = d @ call.w2.expert(expert).whole(precise)
         dshare = (dh * h).sum(-1, keepdim=True)
         if call.w2_bias is not None:
             dshare = dshare + (d @ call.w2_bias[expert].to(precise)).unsqueeze(-1)
-        dgate, dup = call.activate_backward(gate, up, share * dh)
+        dgate, dup = call.act.backward(gate, up, share * dh)
         back = torch.cat((dgate, dup), -1) @ call.w13.expert(expert).whole(precise)
         dx = dx + torch.where(served, back, 0.0)
         dweights = torch.where(ids == expert, dshare, dweights)

@@ -1,36 +1,22 @@
-"""Tokens by the expert that serves them, and products of each with its expert's matrix.
-
-A slot is one entry of `topk_ids`. Few slots take the matrices of their own experts. Many are sorted
-by expert, on the device, and multiplied by torch's grouped mm, which takes the sizes of the groups
-from the device, too: nothing here waits.
-"""
+"""Products of slots with the NVFP4 matrices of their experts, decoded in pieces."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
 import torch
-import torch.nn.functional as F
 
 from gristmill.formats.nvfp4.tensor import BLOCK
 from gristmill.ops import nvfp4_common as common
+from gristmill.ops.experts.slots import GROUPS, SlotOrder, few, grouped_mm
 from gristmill.ops.nvfp4_common import Weight, arithmetic, decoding_bytes, pieces, product
 from gristmill.ops.nvfp4_moe.semantics import Call
 
-grouped_mm: Callable[..., torch.Tensor] = getattr(F, "grouped_mm", None) or torch._grouped_mm
-
-# Torch's kernel takes fewer groups than this.
-GROUPS = 1023
 # A grouped product narrower than this leaves most of the kernel's tile empty; rather than that, a
 # piece takes fewer experts at a time.
 NARROW = 64
 # What is made of a slot's value in a piece: two products, scales, biases and the results, in fp32.
 SLOT_BYTES = 32
-
-
-def few(slots: int, experts: int) -> bool:
-    """Whether slots rather than all experts are what is computed."""
-    return slots <= experts
 
 
 def some_tokens(call: Call, width: int) -> Iterator[slice]:
@@ -46,48 +32,13 @@ def some_tokens(call: Call, width: int) -> Iterator[slice]:
         yield slice(part.start, part.stop)
 
 
-class Slots:
-    """The slots of a call, in the order in which they are computed."""
+class Slots(SlotOrder):
+    """The slots of a call, and products with their experts' packed matrices."""
 
     def __init__(self, call: Call) -> None:
-        tokens, self.per_token = call.topk_ids.shape
-        ids = call.local_ids().flatten()
-        self.count, self.tokens, self.experts_there = len(ids), tokens, call.experts
-        self.dtype = arithmetic(call.hidden_states)
-        self.few = few(self.count, call.experts)
-        if self.few:
-            self._order = self._back = self._ends = None
-        else:
-            # Those without an expert come last, behind the end of the last group.
-            keys, self._order = torch.sort(torch.where(ids < 0, call.experts, ids), stable=True)
-            place = torch.arange(self.count, device=ids.device)
-            self._back = torch.empty_like(place).scatter_(0, self._order, place)
-            every = torch.arange(call.experts, device=ids.device)
-            self._ends = torch.searchsorted(keys, every, right=True, out_int32=True)
-            ids = ids[self._order]
-        self.valid = (ids >= 0).unsqueeze(-1)
-        self.expert = ids.clamp(min=0)
-
-    def rows_of(self, values: torch.Tensor) -> torch.Tensor:
-        """A row of tokens' values ``(M, ...)`` for each slot, in the dtype of the arithmetic."""
-        if self._order is None:
-            token = torch.arange(self.count, device=values.device) // self.per_token
-        else:
-            token = self._order // self.per_token
-        return values.index_select(0, token).to(self.dtype)
-
-    def column_of(self, values: torch.Tensor) -> torch.Tensor:
-        """Values of slots ``(M, k)`` as ``(slots, 1)`` in fp32."""
-        flat = values.flatten().float().unsqueeze(-1)
-        return flat if self._order is None else flat[self._order]
-
-    def in_tokens(self, values: torch.Tensor) -> torch.Tensor:
-        """Values of slots ``(slots, n)`` as ``(M, k, n)``; zeros where there is no expert."""
-        # What stands there is no number to count on: it is replaced, not multiplied.
-        values = torch.where(self.valid, values, 0.0)
-        if self._back is not None:
-            values = values.index_select(0, self._back)
-        return values.view(self.tokens, self.per_token, values.shape[-1])
+        self.few = few(call.topk_ids.numel(), call.experts)
+        dtype = arithmetic(call.hidden_states)
+        super().__init__(call.local_ids(), call.experts, dtype, in_order=not self.few)
 
     def pieces(self, inner: int, outer: int) -> Iterator[range]:
         """The columns of a result in pieces, for matrices of `inner` values a column."""
@@ -120,14 +71,14 @@ class Slots:
                 return found.transpose(-2, -1)
             return found.mul_(parts[experts].unsqueeze(-1))
 
-        if self._ends is None:
+        if self.ends is None:
             found = [
                 product(values[own].unsqueeze(1), block(self.expert[own])).squeeze(1)
                 for piece in pieces(self.count, most)
                 for own in (slice(piece.start, piece.stop),)
             ]
             return found[0] if len(found) == 1 else torch.cat(found)
-        return self._grouped(values, block, most, self._ends)
+        return self._grouped(values, block, most, self.ends)
 
     def _grouped(
         self,

@@ -1,0 +1,306 @@
+"""How the expert kernel of Hopper is launched: who puts tokens in order, how products are cut."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from gristmill.select.device import Device
+from gristmill.select.problem import Problem
+
+SLAB = CHUNK = 64  # rows and columns of a piece
+PIECE_BYTES = 2048 + 256  # codes and scales
+MOST_SPLIT = 8  # blocks of a cluster, on any device that has them
+
+# By the largest tile, in tokens: the sizes that a tile may have. Those of `KNOWN` have loops of
+# their own; of the others one loop does all, which takes fewer registers and a little longer.
+SIZES: dict[int, tuple[int, ...]] = {
+    8: (8,),
+    16: (8, 16),
+    32: (8, 16, 32),
+    48: (32, 48),
+    64: (8, 16, 24, 32, 40, 48, 64),
+    96: (64, 96),
+    128: (16, 32, 48, 64, 80, 96, 112, 128),
+    192: (32, 64, 96, 112, 128, 144, 160, 192),
+}
+KNOWN = (8, 16, 32, 48, 96)
+ONE_TILE = (8, 16, 32, 64)  # of all tokens, where slots are scanned
+TILES = tuple(SIZES)
+
+# Who puts slots in order, and how many slots there may be: nobody, as blocks only look which
+# experts there are; each block for itself; a kernel before. The numbers are the kernel's.
+SCAN, BLOCK, LAUNCH = 0, 1, 2
+MOST_SCANNED = 64
+MOST_OWN = 1024
+
+# Row groups, column groups, depth, stages, split, blocks: as kernels/cuda/nvfp4_moe.cu has them.
+Cut = tuple[int, int, int, int, int, int]
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    """The launches of kernels/cuda/nvfp4_moe.cu for both products.
+
+    `up` and `down` are how each product is cut, `tile` is the most tokens of a tile. `routing` is
+    the least that may be done to put slots in order; with more slots than that can do it is the
+    next one. `wide`: what experts give is kept in fp32 until it is added, else in x's dtype.
+    `persistent`: as many blocks as run at once, each with unit after unit; else a block for each
+    unit that there may be.
+    """
+
+    up: Cut
+    down: Cut
+    tile: int
+    routing: Literal["scan", "block", "launch"] = "scan"
+    wide: bool = True
+    persistent: bool = True
+
+    def __post_init__(self) -> None:
+        """ValueError for what no kernel is: a row of a table that says so is passed over."""
+        if self.tile not in TILES:
+            raise ValueError(f"tile={self.tile} is none of {TILES}")
+        for row_groups, k_groups, depth, stages, split, blocks in (self.up, self.down):
+            if min(row_groups, k_groups, blocks) < 1 or not 1 <= split <= MOST_SPLIT:
+                raise ValueError(f"{self} has less than one of something, or too much of a split")
+            if depth < 1 or depth % (2 * k_groups):
+                raise ValueError(
+                    f"depth={depth} is no multiple of two for {k_groups} column groups"
+                )
+            if stages < 2:  # a slot is given back when something of the next one has been read
+                raise ValueError(f"stages={stages} would wait for ever; at least 2")
+
+
+@dataclass(frozen=True)
+class Product:
+    """What follows from a cut for one product on a device.
+
+    `depth` and `stages` are the config's, or less where tiles are larger than it was made for and
+    shared memory has no room: that changes nothing in the order of sums.
+    """
+
+    step: int  # 1: up, 2: down
+    routing: int
+    row_groups: int
+    k_groups: int
+    depth: int
+    stages: int
+    split: int
+    blocks: int  # that are to fit on an SM
+    tile: int
+    wide: bool
+    slabs: int
+    chunks: int
+    share: int  # chunks for each block of a split
+    list_bytes: int  # of shared memory, for who is routed where
+    reason: str | None = None  # why there is no such launch, if so
+
+    @property
+    def row_units(self) -> int:
+        return math.ceil(self.slabs / self.row_groups)
+
+    @property
+    def groups(self) -> int:
+        return self.row_groups * self.k_groups
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return (self.tile,) if self.routing == SCAN else SIZES[self.tile]
+
+    @property
+    def known(self) -> bool:
+        return self.routing == SCAN or self.tile in KNOWN
+
+    @property
+    def raised(self) -> bool:
+        return _is_raised(self.groups, self.tile, self.known)
+
+    @property
+    def threads(self) -> int:
+        picks = self.routing == BLOCK and self.step == 1  # rows of x, by a warp of its own
+        return 128 * self.groups + (128 if self.raised else 64 if picks else 32)
+
+    @property
+    def shared(self) -> int:
+        """Bytes: ring, results on their way out, factors, barriers, lists."""
+        rows, piece = SLAB * self.row_groups, min(self.tile, 64)
+        chunk = self.tile * 128 + self.row_groups * PIECE_BYTES
+        ring = self.stages * math.ceil(self.depth * chunk / 1024) * 1024
+        whole = self.k_groups == self.split == 1 and (self.step == 1 or self.routing != SCAN)
+        if whole:
+            results = self.row_groups * piece * (80 if self.step == 1 else 144)
+        else:
+            results = self.k_groups * piece * (rows + 4) * 4
+        return ring + results + 8 * rows + 16 * self.stages + self.list_bytes
+
+    def template(self, x: str) -> str:
+        """The kernel's name for tokens of type `x`."""
+        numbers = (
+            *(self.step, self.routing, self.row_groups, self.k_groups, self.depth, self.stages),
+            *(self.split, self.blocks, self.tile, *(self.sizes if self.known else ())),
+        )
+        return f"nvfp4_moe<{x},{'float' if self.wide else x},{','.join(map(str, numbers))}>"
+
+    def has_registers(self, blocks: int) -> bool:
+        """Whether so many blocks have the registers that the kernel takes: it must never spill.
+
+        A thread needs half a register for each token's sums and about 80 more, or a few.
+        """
+        if self.raised:
+            most = {32: 3, 96: 3, 128: 3, 192: 2} if self.routing != SCAN else {}
+            return blocks == 1 and self.groups <= most.get(self.tile, 4)
+        warps = math.ceil(blocks * self.threads / 32 / 4)  # of a quarter of the SM
+        needed = {8: 80, 16: 96, 32: 120, 48: 128, 64: 112, 96: 168, 128: 160}
+        if self.routing == BLOCK and self.groups > 1:
+            needed[16] = 104
+        if self.routing == SCAN:  # tiles of one size alone
+            needed = {8: 80, 16: 88, 32: 96, 64: 112}
+        return 512 // warps // 8 * 8 >= needed[self.tile]
+
+
+def _is_raised(groups: int, tile: int, known: bool) -> bool:
+    """As the kernel has it: whether the producer is a warpgroup that gives registers away."""
+    if tile > 128:
+        return True
+    return (groups > 2 and tile > (48 if known else 64)) or (
+        groups > 3 and tile > (8 if known else 32)
+    )
+
+
+def _gives_registers(config: MoeConfig) -> bool:
+    """Whether blocks of either product have none left to put slots in order by themselves."""
+    known = config.tile in KNOWN
+    return any(_is_raised(cut[0] * cut[1], config.tile, known) for cut in (config.up, config.down))
+
+
+@functools.lru_cache(maxsize=4096)
+def products(
+    config: MoeConfig,
+    tokens: int,
+    topk: int,
+    experts: int,
+    hidden: int,
+    inner: int,
+    device: Device,
+) -> tuple[Product, Product]:
+    """Both products of a call."""
+    slots, tile, sizes = tokens * topk, config.tile, (hidden, inner, device)
+    if config.routing == "scan" and slots <= MOST_SCANNED:
+        one_tile = next(size for size in ONE_TILE if size >= tokens)
+        return _products(config, SCAN, one_tile, 768, *sizes)
+    if config.routing != "launch" and slots <= MOST_OWN and not _gives_registers(config):
+        lists = (experts + 1) // 2 * 8 + (min(experts, slots) + slots // tile) * 8 + 6 * slots
+        both = _products(config, BLOCK, tile, lists, *sizes)
+        if all(one.reason is None for one in both):
+            return both
+    return _products(config, LAUNCH, tile, 0, *sizes)
+
+
+def _products(
+    config: MoeConfig,
+    routing: int,
+    tile: int,
+    lists: int,
+    hidden: int,
+    inner: int,
+    device: Device,
+) -> tuple[Product, Product]:
+    def product(step: int, cut: Cut, rows: int, columns: int) -> Product:
+        row_groups, k_groups, depth, stages, split, blocks = cut
+        chunks = math.ceil(columns / CHUNK)
+        share = math.ceil(chunks / split)
+
+        def of(reason: str | None = None) -> Product:
+            return Product(
+                *(step, routing, row_groups, k_groups, depth, stages, split, blocks, tile),
+                *(config.wide or step == 1, math.ceil(rows / SLAB), chunks, share, lists, reason),
+            )
+
+        room = device.shared_per_block
+        while of().shared > room and (depth, stages) != (2 * k_groups, 2):
+            if stages > 2:
+                stages -= 1
+            else:
+                depth = max(2 * k_groups, depth // 2 // (2 * k_groups) * 2 * k_groups)
+        shared = of().shared
+        # An SM has 1 KB more than a block may have, and each block takes 1 KB of its own.
+        blocks = max(1, min(blocks, (room + 1024) // (shared + 1024)))
+        while blocks > 1 and not of().has_registers(blocks):
+            blocks -= 1
+        if shared > room:
+            return of(f"needs {shared} bytes of shared memory, and a block has {room}")
+        if (split - 1) * share >= chunks:
+            return of(f"{chunks} chunks of columns cannot be split in {split}")
+        if not of().has_registers(1):
+            return of(
+                f"{row_groups * k_groups} warpgroups with tiles of {tile} need more registers"
+            )
+        return of()
+
+    return product(1, config.up, 2 * inner, hidden), product(2, config.down, hidden, inner)
+
+
+# Cuts that won somewhere when sensible ones were timed (H200, bf16; Qwen3-30B and DeepSeek-V3), by
+# how many tokens an expert has: up to so many, the largest tile, cuts for up and for down.
+_A, _B, _C = (1, 1, 4, 3, 1, 4), (1, 1, 4, 4, 1, 3), (1, 1, 8, 2, 1, 3)
+_D, _E, _F = (2, 1, 4, 3, 1, 2), (2, 1, 4, 4, 1, 2), (2, 1, 2, 4, 1, 2)
+_G, _H, _I = (3, 1, 4, 3, 1, 1), (4, 1, 4, 3, 1, 1), (3, 1, 2, 4, 1, 1)
+_J, _K, _L = (3, 1, 2, 3, 1, 1), (3, 1, 4, 2, 1, 1), (2, 1, 2, 3, 1, 1)
+_CUTS: tuple[tuple[float, int, tuple[Cut, ...], tuple[Cut, ...]], ...] = (
+    (1.5, 8, (_B, _A, _C, _E), (_D, _E, _A, _F)),
+    (5.0, 8, (_D, _B, _A), (_D, _B)),
+    (12.0, 16, (_A, _E, _D), (_D, _E, _A)),
+    (40.0, 48, (_H, _G), (_H, _G)),
+    (100.0, 128, (_I,), (_I, _J)),
+    (math.inf, 128, (_I,), (_I, _J)),
+)
+# Beside those, of the neighbours: the first cuts of each.
+_OTHERS = {8: (16,), 16: (8, 32), 48: (16, 32, 64), 128: (96, 192, 64)}
+_FIRST: dict[int, tuple[Cut, Cut]] = {
+    8: (_B, _D),
+    16: (_A, _D),
+    32: (_B, _E),
+    48: (_H, _H),
+    64: (_G, _G),
+    96: (_I, _K),
+    128: (_I, _I),
+    192: (_L, _L),
+}
+_FEW_TOKENS = 64
+# More than this of fp32 results would not stay in the L2 cache until they are added.
+_WIDE_BYTES = 32 << 20
+
+
+@functools.lru_cache(maxsize=1024)
+def candidates(
+    tokens: int, topk: int, experts: int, hidden: int, inner: int, device: Device
+) -> tuple[MoeConfig, ...]:
+    """The configs worth timing, the likely best one first."""
+    sizes = (tokens, topk, experts, hidden, inner, device)
+    return tuple(
+        config
+        for config in dict.fromkeys(_all(tokens, topk, experts, hidden))
+        if all(one.reason is None for one in products(config, *sizes))
+    )
+
+
+def candidates_of(problem: Problem) -> tuple[MoeConfig, ...]:
+    dims = (problem.dim(name) for name in ("k", "E", "H", "I"))
+    return candidates(problem.rows, *dims, problem.device)
+
+
+def _all(tokens: int, topk: int, experts: int, hidden: int) -> Iterator[MoeConfig]:
+    slots = tokens * topk
+    each = slots / max(1, experts)
+    wide = slots * hidden * 4 <= _WIDE_BYTES
+    _, tile, ups, downs = next(cuts for cuts in _CUTS if each <= cuts[0])
+    # Up to 64 tokens nothing is launched but products and sum.
+    routing: Literal["scan", "launch"] = "scan" if tokens <= _FEW_TOKENS else "launch"
+    for up in ups:
+        for down in downs:
+            yield MoeConfig(up, down, tile, routing, wide)
+    for other in _OTHERS[tile]:
+        yield MoeConfig(*_FIRST[other], other, routing, wide)
