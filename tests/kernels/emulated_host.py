@@ -4,13 +4,15 @@
 launch in the emulation instead: what runs is what a GPU would be told to run, with the same grid,
 shared memory, attributes and packed parameters. Every tensor that the plan makes is filled with
 NaN and known to the bounds checks; what it was given may only be read, unless the op writes it.
+What a launch wrote the next one may read only after it has waited.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import ctypes
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -58,22 +60,35 @@ class _Watch(TorchDispatchMode):
                 self.made[storage.data_ptr()] = storage
                 if "empty" in func.__name__ and tensor.is_floating_point():
                     tensor.fill_(float("nan"))
+                elif "empty" in func.__name__ and tensor.dtype == torch.uint8:
+                    tensor.fill_(0xFF)  # NaN again, where such bytes are read as floats
         return result
 
-    def buffers(self) -> list[Buffer]:
-        return [Buffer(at, storage.nbytes(), writable=True) for at, storage in self.made.items()]
+    def buffers(self, fresh: Container[int]) -> list[Buffer]:
+        return [
+            Buffer(at, storage.nbytes(), writable=True, fresh=at in fresh)
+            for at, storage in self.made.items()
+        ]
+
+    def contents(self) -> dict[int, bytes]:
+        return {at: ctypes.string_at(at, held.nbytes()) for at, held in self.made.items()}
 
 
 class EmulatedHost:
-    """`resident` blocks (or clusters per device) run at once; threads run in the given `order`."""
+    """`resident` blocks (or clusters per device) run at once; threads run in the given `order`.
+
+    `fresh`: the arguments of a plan come from the kernel right before its first one.
+    """
 
     def __init__(self, emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
         self.emulator = emulator
         self.resident = 1
         self.order = 0
+        self.fresh = False
         self._given: list[Buffer] = []
         self._watch = _Watch()
         self._run = Run(None)
+        self._written: set[int] = set()
         monkeypatch.setattr(launch, "prepare", self._prepare)
         monkeypatch.setattr(launch, "current_stream", lambda device_index: 0)
         monkeypatch.setattr(launch, "resident_blocks", lambda *args: self.resident)
@@ -101,6 +116,7 @@ class EmulatedHost:
             for index, arg in enumerate(args)
             if isinstance(arg, torch.Tensor)
         ]
+        self._written = set()
         with self._watching():
             self._run.outputs = variant.bind(problem, config)(*args)
         return self._run
@@ -115,6 +131,9 @@ class EmulatedHost:
         run = self._run
 
         def start(stream: int, *values: Any) -> None:
+            fresh = self.fresh and not run.calls
+            given = [replace(one, fresh=fresh) for one in self._given]
+            before = self._watch.contents()
             traffic = self.emulator.launch(
                 call.program,
                 call.name,
@@ -125,9 +144,11 @@ class EmulatedHost:
                 cluster=call.cluster,
                 cooperative=call.cooperative,
                 dependent=call.dependent,
-                buffers=[*self._given, *self._watch.buffers()],
+                buffers=[*given, *self._watch.buffers(self._written)],
                 order=self.order,
             )
+            after = self._watch.contents()
+            self._written = {at for at, held in after.items() if held != before[at]}
             run.calls.append(call)
             run.traffic.append(traffic)
 
