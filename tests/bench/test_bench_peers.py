@@ -14,6 +14,7 @@ from gristmill.bench.peers import linear as lin
 from gristmill.bench.peers import nvfp4_linear as nvfp4
 from gristmill.bench.peers import rms_norm as rms
 from gristmill.bench.peers import softmax as sm
+from gristmill.bench.peers import topk_router as router
 from gristmill.bench.suites import KINDS, Task
 from gristmill.errors import ArgumentError
 from gristmill.ops.registry import OPS as REGISTRY
@@ -36,9 +37,12 @@ PLAIN: dict[str, Any] = {
     "cross_entropy_fwd_bwd": lambda *args: ce._through_autograd(ce.plain_forward, [args])(*args),
     "cross_entropy_train": lambda *args: ce._through_autograd(ce.plain_mean, [args])(*args),
     **dict.fromkeys(lin.TASKS, lin.plain),
+    **dict.fromkeys(router.TASKS, lambda *args: router.formula(*args)[:1]),
 }
+# Mixtures of experts are measured in another way, and tested by themselves.
+NAMES = [name for name, kind in KINDS.items() if not kind.experts]
 # NVFP4 has no op of torch's: there the same layer over a weight in 16 bits is the least to beat.
-DENSE = [name for name in KINDS if name not in nvfp4.TASKS]
+DENSE = [name for name in NAMES if name not in nvfp4.TASKS]
 SHAPE = {"softmax_causal": (3, 7, 96), "softmax_causal_bwd": (3, 7, 96)}
 
 
@@ -66,7 +70,7 @@ def test_the_formula_given_to_inductor_is_the_op(name: str, dtype: str) -> None:
     check(PLAIN[name](*full_arguments(task)), expected(task))
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("whose", ["gristmill", "torch"])
 def test_adapters_compute_the_op_on_every_set(whose: str, name: str) -> None:
     task, peer = task_of(name), GRISTMILL if whose == "gristmill" else torchs(name)
@@ -80,7 +84,7 @@ def test_adapters_compute_the_op_on_every_set(whose: str, name: str) -> None:
     check(function(*sets[0]), expected(task), coarse=name in peer.coarse)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", NAMES)
 def test_adapters_tell_one_set_from_another(name: str) -> None:
     """What an adapter makes ahead belongs to a set, not to the first that it was given."""
     task = task_of(name)
@@ -110,7 +114,8 @@ def test_every_task_has_gristmill_eager_and_inductor() -> None:
     assert set(GRISTMILL.builders) >= set(KINDS)
     for peer in (PEERS["eager"], PEERS["inductor"]):
         assert set(peer.builders) >= set(DENSE)
-    assert set(PEERS["cublas"].builders) == set(KINDS) - set(DENSE)
+    assert set(PEERS["cublas"].builders) == set(NAMES) - set(DENSE)
+    assert set(PEERS["torch"].builders) == set(KINDS) - set(NAMES)
     assert set(PLAIN) >= set(DENSE)
 
 
@@ -122,6 +127,8 @@ def test_names_in_results_are_those_of_recorded_ones() -> None:
     assert PEERS["flashinfer"].implementations("softmax") == {}
     names = [name for peer in PEERS.values() for name in peer.implementations("nvfp4_linear")]
     assert sorted(names) == ["cublas_bf16", "humming", "quack_w4a16", "vllm_marlin"]
+    names = [name for peer in PEERS.values() for name in peer.implementations("nvfp4_moe")]
+    assert sorted(names) == ["humming", "torch_grouped_mm_bf16", "vllm_marlin_nvfp4"]
 
 
 def test_what_a_forward_would_have_saved_is_that_of_each_row() -> None:
@@ -161,7 +168,7 @@ def test_a_peer_of_several_ways_has_a_row_for_each() -> None:
 
 def test_on_a_cpu_the_gpu_libraries_say_why_not() -> None:
     here, reasons = choose([], CPU)
-    assert [peer.name for peer in here] == ["eager", "inductor", "cublas"]
+    assert [peer.name for peer in here] == ["eager", "inductor", "cublas", "torch"]
     absent = ("quack", "liger", "flashinfer", "humming", "vllm")
     assert reasons == dict.fromkeys(absent, "needs a GPU")
 
@@ -191,7 +198,7 @@ def test_none_and_unknown_names() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("peer", PEERS.values(), ids=PEERS)
 def test_peers_on_a_gpu(peer: Peer, name: str) -> None:
     device = torch.device("cuda")

@@ -35,7 +35,11 @@ FAMILIES = {
     ],
     "linear": ["linear", "linear_relu", "linear_silu", "linear_gelu"],
     "nvfp4_linear": ["nvfp4_linear", "nvfp4_linear_fp8"],
+    "nvfp4_moe": ["nvfp4_moe"],
+    "moe": ["moe"],
+    "topk_router": ["topk_router", "topk_router_grouped"],
 }
+EXPERTS = ("nvfp4_moe", "moe")
 # N x K and M that others' recorded results have, and that the goals are about.
 RECORDED = ((4096, 4096), (8192, 8192), (28672, 4096), (57344, 8192))
 RECORDED_ROWS = (1, 4, 16, 64, 256, 1024, 4096)
@@ -44,7 +48,9 @@ RECORDED_ROWS = (1, 4, 16, 64, 256, 1024, 4096)
 def test_a_gpu_runs_every_shape_of_every_task() -> None:
     found, notes = tasks("cuda")
     assert len(found) == len(set(found))
-    assert len(found) == 6 * 14 + 2 * (14 + 2) + 2 * 2 + 4 * 8 + 4 * 30 + 17 * (12 + 2)
+    rest = [task for task in found if task.name not in (*EXPERTS, *FAMILIES["topk_router"])]
+    assert len(rest) == 6 * 14 + 2 * (14 + 2) + 2 * 2 + 4 * 8 + 4 * 30 + 17 * (12 + 2)
+    assert len(found) - len(rest) == len(EXPERTS) * 4 * 9 * 2 + 8 + 4
     assert {task.dtype for task in found} == {"bfloat16"}
     assert notes == []
 
@@ -91,7 +97,8 @@ def test_products_by_layer_and_by_rows() -> None:
     assert [task.rows for task in found if task.name == "nvfp4_linear"] == list(TOKENS)
     assert [task.rows for task in found if task.name == "nvfp4_linear_fp8"] == [1024, 4096]
     found, _ = tasks("cuda", rows=[16])
-    assert {task.name for task in found} == {*FAMILIES["linear"], *FAMILIES["nvfp4_linear"]}
+    products = {*FAMILIES["linear"], *FAMILIES["nvfp4_linear"]}
+    assert {task.name for task in found} == {*products, *EXPERTS}
     assert sum(task.name == "nvfp4_linear" for task in found) == 17
     found, _ = tasks("cuda", names=["nvfp4_linear"], layers=FEW, rows=[1], quick=True)
     assert [task.shape for task in found] == [(1, *layer) for layer in FEW]
@@ -154,6 +161,7 @@ def test_a_cpu_leaves_the_large_shapes_out_and_says_so() -> None:
     found, notes = tasks("cpu")
     assert Task("rms_norm", (2048, 4096), "bfloat16") in found
     assert not [task for task in found if math.prod(task.shape) > CPU_LIMIT]
+    assert {task.model.name for task in found if task.model is not None} == {"tiny"}
     (note,) = notes
     for shape in ("2048x262144", "8x16384x16384", "4096x50257"):
         assert note.count(shape) == 1
@@ -206,3 +214,69 @@ def test_an_op_of_another_suite_is_told() -> None:
 def test_an_unknown_dtype_lists_those_there_are() -> None:
     with pytest.raises(ArgumentError, match="unknown dtype 'int8': there are bfloat16"):
         tasks("cuda", dtypes=["int8"])
+
+
+# ----------------------------------------------------------------------------------------- experts
+
+
+def test_the_experts_of_four_models() -> None:
+    """Also those of recorded results, model by model, so that all sizes share the weights."""
+    found, _ = tasks("cuda", suites=["nvfp4_moe"])
+    models = [task.model.name for task in found if task.model is not None]
+    assert list(dict.fromkeys(models)) == [
+        "qwen3-30b-a3b",
+        "qwen3-235b-a22b",
+        "deepseek-v3",
+        "gpt-oss-120b",
+    ]
+    assert models == sorted(models, key=models.index)
+    assert {task.rows for task in found} >= {1, 8, 32, 128, 512, 1024, 4096}
+    assert {task.routing for task in found} == {"uniform", "skewed"}
+    assert Task("nvfp4_moe", (8, 256, 8, 7168, 2048), "bfloat16", "skewed") in found
+    oss = next(model for task in found if (model := task.model) and model.name == "gpt-oss-120b")
+    assert (oss.bias, oss.activation, oss.limit, oss.topk) == (True, "swiglu_oai", 7.0, 4)
+
+
+def test_experts_by_model_rows_and_routing() -> None:
+    found, _ = tasks("cuda", models=["deepseek-v3", "tiny"], rows=[3], routings=["skewed"])
+    assert [str(task) for task in found] == [
+        f"{name} {model} M=3 skewed bfloat16"
+        for name in EXPERTS
+        for model in ("deepseek-v3", "tiny")
+    ]
+    found, _ = tasks("cpu", suites=["nvfp4_moe"], models=["gpt-oss-120b"], rows=[1])
+    assert [task.shape for task in found] == [(1, 128, 4, 2880, 2880)] * 2
+    found, _ = tasks("cuda", suites=["nvfp4_moe"], quick=True)
+    assert [str(task) for task in found] == [
+        f"nvfp4_moe qwen3-30b-a3b M={rows} uniform bfloat16" for rows in (1, 32, 1024)
+    ]
+
+
+def test_experts_by_hand() -> None:
+    found, _ = tasks("cuda", names=["nvfp4_moe"], shapes=[(5, 6, 2, 64, 32)], routings=["skewed"])
+    assert [str(task) for task in found] == ["nvfp4_moe 6x2x64x32 M=5 skewed bfloat16"]
+    sizes = {"E": 6, "topk": 2, "H": 64, "I": 32, "M": 5, "shape": "5x6x2x64x32"}
+    assert found[0].sizes == {"model": "6x2x64x32", "routing": "skewed", **sizes}
+    (known,), _ = tasks("cuda", names=["nvfp4_moe"], shapes=[(5, 128, 8, 2048, 768)])
+    assert known.model is not None
+    assert (known.model.name, known.routing) == ("qwen3-30b-a3b", "uniform")
+    # Beside others that the shape fits, experts take no part.
+    found, _ = tasks("cuda", shapes=[(4, 64)])
+    assert not {task.name for task in found} & set(EXPERTS)
+
+
+def test_what_experts_do_not_have() -> None:
+    with pytest.raises(ArgumentError, match=r"'4x64': a mixture of experts is M x experts x topk"):
+        tasks("cuda", names=["nvfp4_moe", "moe"], shapes=[(4, 64)])
+    with pytest.raises(ArgumentError, match="9 distinct experts of 8"):
+        tasks("cuda", names=["nvfp4_moe"], shapes=[(4, 8, 9, 64, 32)])
+    with pytest.raises(ArgumentError, match="models have none"):
+        tasks("cuda", layers=[(64, 64)], models=["tiny"])
+    with pytest.raises(ArgumentError, match="mixtures of experts: none is here"):
+        tasks("cuda", suites=["linear"], models=["tiny"])
+    with pytest.raises(ArgumentError, match="none of these tasks has them"):
+        tasks("cuda", suites=["nvfp4_moe"], layers=[(64, 64)])
+    with pytest.raises(ArgumentError, match=r"unknown model 'deepseek' \(did you mean deepseek-v3"):
+        tasks("cuda", models=["deepseek"])
+    with pytest.raises(ArgumentError, match="unknown routing 'odd': there are uniform, skewed"):
+        tasks("cuda", routings=["odd"])

@@ -30,6 +30,8 @@ def arguments(task: Task, device: torch.device) -> Arguments:
             named["y"] = OPS["softmax"].reference(named["y"].log(), 1.0, None, named["causal"])
         if task.name == "cross_entropy_bwd":
             named.update(_row_losses(named["logits"], named["target"]))
+        if task.name == "topk_router_grouped":
+            named["bias"] = 0.1 * torch.randn(named["logits"].shape[-1], device=device)
         return tuple(named.values())
 
 

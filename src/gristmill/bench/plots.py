@@ -25,6 +25,9 @@ COLOURS = {
     "humming": "#7c3aed",
     "quack_w4a16": "#0d9488",
     "vllm_marlin": "#ca8a04",
+    "torch_grouped_mm_bf16": "#6b7280",
+    "vllm_marlin_nvfp4": "#ca8a04",
+    "vllm_fused_moe": "#ca8a04",
 }
 OTHER_COLOUR = "#be185d"
 MARKERS = {
@@ -40,6 +43,9 @@ MARKERS = {
     "humming": "v",
     "quack_w4a16": "D",
     "vllm_marlin": "P",
+    "torch_grouped_mm_bf16": "s",
+    "vllm_marlin_nvfp4": "P",
+    "vllm_fused_moe": "P",
 }
 INK, MUTED, FAINT, PAPER = "#1f2937", "#6b7280", "#e5e7eb", "#ffffff"
 # Below this a problem is bound by latency, and its bandwidth says little: it is drawn as a time.
@@ -117,6 +123,8 @@ def made_with(meta: dict[str, Any]) -> str:
 
 
 def _figure(plt: Any, rows: list[Row], title: str, meta: dict[str, Any]) -> Any:
+    if "model" in rows[0]:
+        return _figure_of_panels(plt, _by_model(rows), implementations(rows), title, meta)
     # By size, and at one size from many short rows to a few long ones.
     problems = sorted(by_problem(rows).items(), key=lambda one: (one[0][2] * one[0][3], one[0][3]))
     large = [one for one in problems if _bytes(one) > SMALL_BYTES]
@@ -127,7 +135,7 @@ def _figure(plt: Any, rows: list[Row], title: str, meta: dict[str, Any]) -> Any:
         panels = [sorted(problems, key=lambda one: (_any(one)["N"], _any(one)["K"], one[0][2]))]
     names = implementations(rows)
     if product and len(problems) > MOST_PRODUCTS:
-        return _figure_of_layers(plt, panels[0], names, title, meta)
+        return _figure_of_panels(plt, _by_layer(panels[0]), names, title, meta)
     widths = [max(2.5, len(panel)) for panel in panels]
     legend = 1.5 + 0.7 * (len(names) + 1) + 0.08 * sum(map(len, names))
     figure, axes = plt.subplots(
@@ -144,32 +152,49 @@ def _figure(plt: Any, rows: list[Row], title: str, meta: dict[str, Any]) -> Any:
     return figure
 
 
-def _figure_of_layers(
-    plt: Any, problems: Sequence[Problem], names: Sequence[str], title: str, meta: dict[str, Any]
-) -> Any:
-    """A panel for each weight, in which M grows."""
-    by_layer: dict[tuple[int, int], list[Problem]] = {}
+def _by_layer(problems: Sequence[Problem]) -> dict[str, list[Problem]]:
+    """A panel for each weight."""
+    panels: dict[str, list[Problem]] = {}
     for one in problems:
-        by_layer.setdefault((_any(one)["N"], _any(one)["K"]), []).append(one)
-    down = math.ceil(len(by_layer) / ACROSS)
+        panels.setdefault(f"{_any(one)['N']}×{_any(one)['K']}", []).append(one)
+    return panels
+
+
+def _by_model(rows: list[Row]) -> dict[str, list[Problem]]:
+    """A panel for each model and routing, the routings of a model one after another."""
+    panels: dict[str, list[Problem]] = {}
+    for one in sorted(by_problem(rows).items(), key=lambda one: one[0][2]):
+        panels.setdefault(f"{_any(one)['model']}, {_any(one)['routing']}", []).append(one)
+    order = list(dict.fromkeys((row["model"], row["routing"]) for row in rows))
+    return {f"{model}, {routing}": panels[f"{model}, {routing}"] for model, routing in order}
+
+
+def _figure_of_panels(
+    plt: Any,
+    panels: dict[str, list[Problem]],
+    names: Sequence[str],
+    title: str,
+    meta: dict[str, Any],
+) -> Any:
+    """The share of the roof over M, in a panel for each of what M is the size of."""
+    across = min(ACROSS, len(panels)) if len(panels) > 2 else 2
+    down = math.ceil(len(panels) / across)
     figure, axes = plt.subplots(
         down,
-        ACROSS,
-        figsize=(4.4 * ACROSS, 3.2 * down),
+        across,
+        figsize=(4.4 * across, 3.2 * down),
         gridspec_kw={"wspace": 0.18, "hspace": 0.4},
         squeeze=False,
     )
-    for axis in axes.flat[len(by_layer) :]:
+    for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
-    for axis, ((rows, columns), panel) in zip(axes.flat, by_layer.items(), strict=False):
+    for axis, (name, panel) in zip(axes.flat, panels.items(), strict=False):
         _draw_lines(axis, panel, names, [1.0] * len(panel), "roof_share")
         axis.set_xticks(range(len(panel)), [str(key[2]) for key, _ in panel], fontsize=7)
-        axis.set_title(f"{rows}×{columns}", loc="left", fontsize=10, color=MUTED)
+        axis.set_title(name, loc="left", fontsize=10, color=MUTED)
     for line in axes:
         line[0].set_ylabel("share of the roof")
-    _frame(
-        figure, list(axes.flat[: len(by_layer)]), names, f"{title}, by M", meta, 4.6 / 3.2 / down
-    )
+    _frame(figure, list(axes.flat[: len(panels)]), names, f"{title}, by M", meta, 4.6 / 3.2 / down)
     return figure
 
 

@@ -1,9 +1,9 @@
-"""What a table of many products does not show at a glance: means by peer and by M, and errors."""
+"""What a table of many products does not show at a glance: means by peer, by M, and errors."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from statistics import median
 
 from gristmill.bench.results import OURS, Row, fastest_peer, implementations
@@ -48,42 +48,59 @@ def tables(rows: Sequence[Row]) -> list[tuple[str, Grid]]:
     found = []
     for op in dict.fromkeys(row["op"] for row in rows):
         of_op = [row for row in rows if row["op"] == op]
-        means = _means_by_rows(of_op)
-        if means is not None:
-            found.append((f"{op}: times of others over ours, geometric means by M", means))
+        for what, key in (("M", _tokens), ("model", _model)):
+            means = _means_by(of_op, what, key)
+            if means is not None:
+                found.append((f"{op}: times of others over ours, geometric means by {what}", means))
         if any("fp64_error" in row for row in of_op):
             found.append((f"{op}: errors against fp64", _errors(of_op)))
     return found
 
 
-def _ratios(rows: Sequence[Row]) -> dict[str, list[tuple[int, float]]]:
-    """For each peer, M and its time over ours for every problem that both were timed on."""
-    found: dict[str, list[tuple[int, float]]] = {}
+def _tokens(row: Row) -> Hashable:
+    return int(row["M"])
+
+
+def _model(row: Row) -> Hashable:
+    """Of mixtures of experts the model and the routing; nothing of other rows."""
+    return f"{row['model']} {row['routing']}" if "model" in row else None
+
+
+def _ratios(
+    rows: Sequence[Row], key: Callable[[Row], Hashable] = _tokens
+) -> dict[str, list[tuple[Hashable, float]]]:
+    """For each peer, M and its time over ours for every problem that both were timed on.
+
+    Or instead of M what `key` gives for a row.
+    """
+    found: dict[str, list[tuple[Hashable, float]]] = {}
     for row_of in by_problem(list(rows)).values():
         ours = row_of.get(OURS, {})
         for name, row in row_of.items():
             if name != OURS and "us" in row and "us" in ours:
-                found.setdefault(name, []).append((row["M"], row["us"] / ours["us"]))
+                found.setdefault(name, []).append((key(row), row["us"] / ours["us"]))
     return found
 
 
-def _means_by_rows(rows: Sequence[Row]) -> Grid | None:
-    sizes = sorted({row["M"] for row in rows if "tflop_per_s" in row})
-    by_peer = _ratios(rows)
+def _means_by(rows: Sequence[Row], what: str, key: Callable[[Row], Hashable]) -> Grid | None:
+    keys = dict.fromkeys(key(row) for row in rows if "tflop_per_s" in row)
+    # Numbers by their size, names as they came.
+    sizes = sorted(keys, key=lambda one: one if isinstance(one, int) else 0)
+    by_peer = _ratios(rows, key)
     if len(sizes) < 2 or not by_peer:
         return None
-    best: dict[int, list[float]] = {}
+    best: dict[Hashable, list[float]] = {}
     for row_of in by_problem(list(rows)).values():
         peer, ours = fastest_peer(row_of), row_of.get(OURS, {})
         if peer is not None and "us" in ours:
-            best.setdefault(ours["M"], []).append(peer["us"] / ours["us"])
+            best.setdefault(key(ours), []).append(peer["us"] / ours["us"])
     body = []
     for size in sizes:
         cells = [_mean([ratio for m, ratio in found if m == size]) for found in by_peer.values()]
         ratios = best.get(size, [])
         behind = str(sum(ratio < TIE for ratio in ratios)) if ratios else ""
         body.append([str(size), *cells, _mean(ratios), str(len(ratios)), behind])
-    return ["M", *by_peer, "vs best peer", "problems", "behind by >3%"], body
+    return [what, *by_peer, "vs best peer", "problems", "behind by >3%"], body
 
 
 def _mean(ratios: Sequence[float]) -> str:

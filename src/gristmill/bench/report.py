@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gristmill.bench import product_report
+from gristmill.bench import expert_report, product_report
 from gristmill.bench.product_report import TIE, Grid, against, percent
 from gristmill.bench.regret_report import remarks, sections
 from gristmill.bench.results import (
@@ -106,6 +106,7 @@ def summary(rows: Sequence[Row]) -> list[str]:
             ratios.setdefault(op, []).append(ratio)
     lines = [f"{op}: {against(values, 'the fastest peer')}" for op, values in ratios.items()]
     lines += product_report.peer_lines(rows)
+    lines += expert_report.lines(rows)
     lines += causal_gains(rows)
     lines += _medians(rows, "first_call_s", "first call", lambda seconds: f"{seconds:.3f} s")
     host = "host time of a small call"
@@ -170,6 +171,7 @@ def _kernel_table(rows: list[Row], *, roof: bool) -> Grid:
     several = len({row["dtype"] for row in rows}) > 1
     product = roof and any("tflop_per_s" in row for row in rows)
     errors = any("fp64_error" in row for row in rows)
+    beside = any("pipeline_fp64_error" in row for row in rows)
     header = [
         "problem",
         *names,
@@ -177,6 +179,7 @@ def _kernel_table(rows: list[Row], *, roof: bool) -> Grid:
         *(["TFLOP/s"] if product else []),
         *(["of roof"] if roof else []),
         *(["error"] if errors else []),
+        *(["16-bit error"] if beside else []),
         "variant",
     ]
     body = []
@@ -190,11 +193,16 @@ def _kernel_table(rows: list[Row], *, roof: bool) -> Grid:
                 "" if ratio is None else f"{ratio:.2f}x",
                 *([microseconds(ours["tflop_per_s"]) if "us" in ours else ""] if product else []),
                 *([share] if roof else []),
-                *([percent(ours["fp64_error"]) if "fp64_error" in ours else ""] if errors else []),
+                *([_percent(ours, "fp64_error")] if errors else []),
+                *([_percent(ours, "pipeline_fp64_error")] if beside else []),
                 str(ours.get("variant", "")),
             ]
         )
     return header, body
+
+
+def _percent(row: Row, name: str) -> str:
+    return percent(row[name]) if name in row else ""
 
 
 def _time(row: Row | None) -> str:

@@ -4,7 +4,8 @@
      "rows": [{"op", "dtype", "M", "N", "shape", "impl", "us", "tb_per_s", ...}, ...]}
 
 One row per problem and implementation; M rows of N columns, whatever their shape, and K of a
-product of matrices. A row without "us" was not timed, and its "error" says why.
+product of matrices. Mixtures of experts have "model", "routing", "E", "topk", "H" and "I" in the
+place of N and K. A row without "us" was not timed, and its "error" says why.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ def microseconds(us: float) -> str:
 
 
 def label(row: Row) -> str:
+    if row.get("model"):
+        return f"{row['model']} M={row['M']} {row['routing']}"
     return str(row.get("shape", f"{row['M']}x{row['N']}"))
 
 
@@ -78,7 +81,7 @@ def problems(rows: list[Row]) -> dict[tuple[Any, ...], dict[str, Row]]:
     """
     found: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
-        key = (row["op"], row["dtype"], row["M"], row["N"], label(row))
+        key = (row["op"], row["dtype"], row["M"], row.get("N"), label(row))
         found.setdefault(key, {})[row["impl"]] = row
     return found
 

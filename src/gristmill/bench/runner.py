@@ -3,32 +3,26 @@
 Per task: arguments enough to keep the L2 cold, the first call of each implementation (timed: that
 is where compilers hide), its outputs against the reference (of some tasks in fp64, and how far they
 are off is told), interleaved timing of those that were right, the roof, and for small problems the
-host's time per call. The roof is the time of a copy of as many bytes; of a product of matrices also
-that of its operations, at the rate of the fastest large product of torch's in the same run,
-whichever is longer.
+host's time per call. The experts of a model are made once for all its tasks. The roof is the time
+of a copy of as many bytes; of a product of matrices also that of its operations, at the rate of the
+fastest large product of torch's in the same run, whichever is longer.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from gristmill.bench.check import check, check_lines
-from gristmill.bench.inputs import (
-    Arguments,
-    argument_sets,
-    arguments,
-    compared,
-    dtype_of,
-    saved,
-)
-from gristmill.bench.peers import GRISTMILL, Builder, Function, Peer
-from gristmill.bench.precision import in_fp64, precision
+from gristmill.bench.expert_inputs import Experts, make_calls, make_experts
+from gristmill.bench.expert_models import Model
+from gristmill.bench.inputs import Arguments, argument_sets, arguments, dtype_of, saved
+from gristmill.bench.peers import GRISTMILL, Builder, Function, Part, Peer
 from gristmill.bench.results import Results, Row
-from gristmill.bench.suites import Task, written
+from gristmill.bench.suites import Task
+from gristmill.bench.truth import Truth, by_reference
 from gristmill.ops.op import Cost
 from gristmill.ops.registry import OPS
 from gristmill.select.chooser import resolve
@@ -53,6 +47,15 @@ METHODS = {
 }
 
 
+class Problem(NamedTuple):
+    """A task on a device: the op's arguments, and as often as they take turns; what is right."""
+
+    args: Arguments
+    sets: list[Arguments]
+    cost: Cost
+    truth: Truth
+
+
 class Runner:
     """Runs tasks on one device and collects their rows."""
 
@@ -65,6 +68,7 @@ class Runner:
         self.samples = samples
         self._roofs: dict[int, float] = {}
         self._rates: dict[str, float] = {}
+        self._experts: Experts | None = None
         results.meta["method"] = f"{METHODS.get(device.type, METHODS['cpu'])}; {samples} samples"
 
     def run(self, tasks: Sequence[Task], advance: Callable[[str], None]) -> None:
@@ -79,15 +83,29 @@ class Runner:
             self.results.add(rows)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
+        self._experts = None
 
-    def _measure(self, task: Task) -> list[Row]:
+    def _problem(self, task: Task) -> Problem:
+        model = task.model
+        if model is not None:
+            experts = self._experts_of(model, dtype_of(task.dtype))
+            calls = make_calls(experts, task.op, task.rows, str(task.routing))
+            return Problem(calls.sets[0], calls.sets, calls.cost, calls.truth)
         op = OPS[task.op]
         args = arguments(task, self.device)
-        cost = op.cost(*args)
         sets = argument_sets((*args, *saved(task, args)), self.device)
-        exact = in_fp64(op, args) if task.kind.fp64 else None
-        expected = compared(task, op.reference(*args) if exact is None else exact.to(args[0].dtype))
+        return Problem(args, sets, op.cost(*args), by_reference(task, args))
 
+    def _experts_of(self, model: Model, dtype: torch.dtype) -> Experts:
+        """The weights of a model; those of the one before are gone by then."""
+        there = self._experts
+        if there is None or (there.model, there.dtype) != (model, dtype):
+            self._experts = there = None
+            self._experts = there = make_experts(model, dtype, self.device)
+        return there
+
+    def _measure(self, task: Task) -> list[Row]:
+        args, sets, cost, truth = self._problem(task)
         rows: dict[str, Row] = {}
         runnable: dict[str, Function] = {}
         for peer, impl, builder in self._implementations(task):
@@ -95,25 +113,23 @@ class Runner:
             try:
                 function = builder(sets)
                 row["first_call_s"], outputs = self._first_call(function, sets[0])
-                if exact is not None:  # also of what is wrong: by how much
-                    row.update(precision(outputs, exact))
-                row["error"] = self._check(task, peer, outputs, expected)
+                if isinstance(function, Part):
+                    outputs = function.finish(outputs, *sets[0])
+                row.update(truth.precision(outputs))  # also of what is wrong: by how much
+                row["error"] = truth.check(outputs, coarse=task.name in peer.coarse)
                 runnable[impl] = function
-            except torch.OutOfMemoryError:
-                raise
             except Exception as error:  # a peer may fail in any way: it is reported, not timed
+                # Weights of a model are there for all: who cannot hold them too is out alone.
+                out_of_memory = isinstance(error, torch.OutOfMemoryError)
+                if out_of_memory and (task.model is None or peer is GRISTMILL):
+                    raise
                 row["error"] = f"{type(error).__name__}: {_first_line(error)}"
             outputs = None  # before the next implementation needs the memory
-        del expected, exact
+        del truth  # before those that are timed need the memory
         if GRISTMILL.name in runnable:
             rows[GRISTMILL.name].update(self._chosen(task, args))
         self._time(task, rows, runnable, sets, cost)
         return list(rows.values())
-
-    def _check(self, task: Task, peer: Peer, outputs: Any, expected: Any) -> float:
-        if task.kind.loose is not None:
-            return check_lines(outputs, expected, limit=task.kind.loose)
-        return check(outputs, expected, coarse=task.name in peer.coarse)
 
     def _implementations(self, task: Task) -> list[tuple[Peer, str, Builder]]:
         return [
@@ -126,10 +142,7 @@ class Runner:
         return {
             "op": task.name,
             "dtype": task.dtype,
-            "M": task.rows,
-            "N": task.columns,
-            **({} if task.depth is None else {"K": task.depth}),
-            "shape": written(task.shape),
+            **task.sizes,
             "impl": impl,
             "error": error,
         }

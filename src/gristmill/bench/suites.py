@@ -12,6 +12,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gristmill.bench.expert_models import (
+    KNOWN,
+    MODELS,
+    QUICK_TOKENS,
+    ROUTINGS,
+    SIZES,
+    TINY,
+    TINY_TOKENS,
+    Model,
+    model_of,
+)
+from gristmill.bench.expert_models import TOKENS as EXPERT_TOKENS
 from gristmill.bench.layers import MANY_TOKENS, SETS, TOKENS, Layer, of_models, products
 from gristmill.errors import ArgumentError
 
@@ -76,6 +88,14 @@ QUICK_NVFP4_FP8: dict[str, tuple[Shape, ...]] = {
     "cuda": ((1024, 8192, 8192),),
     "cpu": ((64, 256, 512),),
 }
+# Tokens x experts, of which each token takes eight: decoding, a batch, prefill.
+ROUTED: tuple[Shape, ...] = tuple((rows, e) for e in (128, 256) for rows in (1, 32, 256, 4096))
+QUICK_ROUTED: dict[str, tuple[Shape, ...]] = {
+    "cuda": ((32, 256), (4096, 256)),
+    "cpu": ((64, 256),),
+}
+# As DeepSeek-V3 has it, beside a bias.
+GROUPED = {"scoring": "sigmoid", "groups": 8, "topk_groups": 4, "scale": 2.5}
 # Elements of x, or multiplications of a product. On a CPU the large problems would take minutes and
 # gigabytes to say nothing new: its times are there for ratios.
 CPU_LIMIT = 32 * 1024 * 1024
@@ -89,7 +109,8 @@ class Kind:
     of those that are compared, where the op gives more than its peers do. `product`: shapes are
     M x N x K of a product of matrices, which operations may bound as well as bytes. `fp64`: errors
     against fp64 are told beside times. `loose`: outputs may be rounded on the way, to this relative
-    error of each of their rows and columns.
+    error of each of their rows and columns. `experts`: shapes are M x E x k x H x I of a mixture of
+    experts, which are told as a model, M and a routing.
     """
 
     suite: str
@@ -101,6 +122,7 @@ class Kind:
     product: bool = False
     fp64: bool = False
     loose: float | None = None
+    experts: bool = False
 
 
 def _softmax(op: str) -> Kind:
@@ -123,6 +145,11 @@ def _linear(activation: str | None) -> Kind:
 
 def _nvfp4(shapes: tuple[Shape, ...], quick: Mapping[str, tuple[Shape, ...]], **more: Any) -> Kind:
     return Kind("nvfp4_linear", "nvfp4_linear", shapes, quick, product=True, fp64=True, **more)
+
+
+def _experts(op: str) -> Kind:
+    # Of which shapes they are measured, `_mixtures` says.
+    return Kind(op, op, (), {}, product=True, fp64=True, experts=True)
 
 
 # Result files name what is measured ("rms_norm_bwd"), the registry names ops ("rms_norm_backward").
@@ -150,16 +177,26 @@ KINDS: dict[str, Kind] = {
     "nvfp4_linear_fp8": _nvfp4(
         products(MANY_TOKENS, of_models()), QUICK_NVFP4_FP8, options={"act": "fp8"}, loose=0.08
     ),
+    "nvfp4_moe": _experts("nvfp4_moe"),
+    "moe": _experts("moe"),
+    "topk_router": Kind("topk_router", "topk_router", ROUTED, QUICK_ROUTED, outputs=(0,)),
+    "topk_router_grouped": Kind(
+        *("topk_router", "topk_router", ROUTED[len(ROUTED) // 2 :], QUICK_ROUTED, GROUPED, (0,))
+    ),
 }
 
 
 @dataclass(frozen=True)
 class Task:
-    """One problem to measure: what `name` stands for, at a shape, in one dtype."""
+    """One problem to measure: what `name` stands for, at a shape, in one dtype.
+
+    `routing`: of mixtures of experts, how their tokens are spread over them.
+    """
 
     name: str
     shape: Shape
     dtype: str
+    routing: str | None = None
 
     @property
     def kind(self) -> Kind:
@@ -169,6 +206,11 @@ class Task:
     def op(self) -> str:
         """The name in the registry of ops."""
         return self.kind.op
+
+    @property
+    def model(self) -> Model | None:
+        """Whose experts these are."""
+        return model_of(self.shape) if self.kind.experts else None
 
     @property
     def rows(self) -> int:
@@ -183,7 +225,20 @@ class Task:
         """K of a product of matrices."""
         return self.shape[-1] if self.kind.product else None
 
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """The keys of a row of results that say which problem it is about."""
+        model = self.model
+        if model is None:
+            depth = {} if self.depth is None else {"K": self.depth}
+            return {"M": self.rows, "N": self.columns, **depth, "shape": written(self.shape)}
+        experts = {"E": model.experts, "topk": model.topk, "H": model.hidden, "I": model.inner}
+        told = {"model": model.name, "routing": self.routing, **experts, "M": self.rows}
+        return {**told, "shape": written(self.shape)}
+
     def __str__(self) -> str:
+        if self.model is not None:
+            return f"{self.name} {self.model.name} M={self.rows} {self.routing} {self.dtype}"
         return f"{self.name} {written(self.shape)} {self.dtype}"
 
 
@@ -202,6 +257,9 @@ SUITES = {
         Suite("cross_entropy", "kernel time of cross entropy: forward, backward, both in one"),
         Suite("linear", "kernel time of linear layers with their activation"),
         Suite("nvfp4_linear", "kernel time and error of linear layers over NVFP4 weights"),
+        Suite("nvfp4_moe", "kernel time and error of mixtures of experts with NVFP4 weights"),
+        Suite("moe", "kernel time and error of mixtures of experts with weights of 16 bits"),
+        Suite("topk_router", "kernel time of the router of mixtures of experts"),
         Suite("host", "host time of an eager call: without grad, with grad, backward"),
         Suite("start", "first call in a fresh process: empty cache, then a warm one"),
         Suite("regret", "how far the picked kernel is from the best there is"),
@@ -246,26 +304,38 @@ def tasks(
     dtypes: Sequence[str] = (),
     layers: Sequence[Layer] = (),
     rows: Sequence[int] = (),
+    models: Sequence[str] = (),
+    routings: Sequence[str] = (),
 ) -> tuple[list[Task], list[str]]:
     """The problems of suites of kernel time on a kind of device, and notes on what was left out.
 
     An empty filter means everything the suites have; shapes given by hand are always run. With
     `layers` (N x K) or `rows` (M) only products of matrices are: at these, and at all the suite's
-    sizes of the other.
+    sizes of the other. With `models` or `routings` only mixtures of experts are, of these.
     """
     there = [name for name, kind in KINDS.items() if kind.suite in suites]
     chosen = [known("op", name, there) for name in names] or there
-    if layers or rows:
-        chosen = [name for name in chosen if KINDS[name].product]
-        if shapes or not chosen:
-            what = "a shape by hand has both" if shapes else "none of these tasks has them"
-            raise ArgumentError(f"layers and rows are those of products of matrices, and {what}")
+    models = [known("model", name, KNOWN) for name in models]
+    routings = [known("routing", name, ROUTINGS) for name in routings]
+    if layers or rows or models or routings:
+        chosen = _filtered(chosen, bool(layers), bool(models or routings), bool(shapes))
     dtypes = [known("dtype", dtype, DTYPES) for dtype in dtypes] or ["bfloat16"]
     found: list[Task] = []
     left_out: dict[str, None] = {}
     for dtype in dtypes:
         for name in chosen:
-            for shape in shapes or _shapes(KINDS[name], device_type, quick, layers, rows):
+            kind = KINDS[name]
+            if kind.experts:
+                mixtures = _mixtures(device_type, quick, shapes, models, rows)
+                if shapes and not mixtures and all(KINDS[one].experts for one in chosen):
+                    model_of(shapes[0])  # says what a shape is
+                found += [
+                    Task(name, shape, dtype, routing)
+                    for shape, usual in mixtures
+                    for routing in routings or usual
+                ]
+                continue
+            for shape in shapes or _shapes(kind, device_type, quick, layers, rows):
                 if not shapes and device_type != "cuda" and math.prod(shape) > CPU_LIMIT:
                     left_out[written(shape)] = None
                 else:
@@ -275,6 +345,49 @@ def tasks(
         large = ", ".join(left_out)
         notes.append(f"left out on {device_type} (name them with --shape to run): {large}")
     return found, notes
+
+
+def _filtered(chosen: Sequence[str], layers: bool, experts: bool, shapes: bool) -> list[str]:
+    """The tasks that have what is asked for: layers, tokens, or models with their routing."""
+    if layers and experts:
+        raise ArgumentError("layers are those of products of matrices, and models have none")
+    kinds = {name: KINDS[name] for name in chosen if KINDS[name].product}
+    if layers or experts:
+        kinds = {name: kind for name, kind in kinds.items() if kind.experts == experts}
+    if experts and not kinds:
+        raise ArgumentError("models and routing are those of mixtures of experts: none is here")
+    if (shapes and not experts) or not kinds:
+        what = "a shape by hand has both" if shapes else "none of these tasks has them"
+        raise ArgumentError(f"layers and rows are those of products of matrices, and {what}")
+    return list(kinds)
+
+
+def _mixtures(
+    device_type: str,
+    quick: bool,
+    shapes: Sequence[Shape],
+    models: Sequence[str],
+    rows: Sequence[int],
+) -> list[tuple[Shape, tuple[str, ...]]]:
+    """Shapes of mixtures of experts, model by model, and the usual routings of each.
+
+    Of shapes by hand those that are some. On a CPU, unless models are named, a tiny one stands for
+    all.
+    """
+    if shapes:
+        known_ones = [model_of(shape).shape(shape[0]) for shape in shapes if len(shape) == SIZES]
+        return [(shape, ROUTINGS[:1]) for shape in known_ones]
+    named, usual = list(MODELS), EXPERT_TOKENS
+    if device_type != "cuda":
+        named, usual = [TINY.name], TINY_TOKENS[-1:] if quick else TINY_TOKENS
+    elif quick:
+        named, usual = named[:1], QUICK_TOKENS
+    routings = ROUTINGS[:1] if quick else ROUTINGS
+    return [
+        (KNOWN[name].shape(tokens), routings)
+        for name in models or named
+        for tokens in rows or usual
+    ]
 
 
 def _shapes(

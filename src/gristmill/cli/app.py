@@ -244,6 +244,7 @@ def _listed(text: str | None) -> list[str]:
     "`gristmill bench --op rms_norm_bwd --shape 32768x4096 --peers quack --json out.json`; "
     "`gristmill bench --op softmax_causal --shape 16x4096x4096`; "
     "`gristmill bench nvfp4_linear --layers llama3_8b,8192x8192 --rows 1,16,64`; "
+    "`gristmill bench nvfp4_moe --models deepseek-v3 --rows 1,32,1024 --routing uniform`; "
     "`gristmill bench host start`"
 )
 @reported
@@ -251,9 +252,9 @@ def bench(
     suites: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Kernel time: rms_norm, layer_norm, softmax, cross_entropy, linear, nvfp4_linear "
-            "(by default these); host time: host; first calls: start; how good choices are: "
-            "regret; what choosing costs: choice; or all.",
+            help="Kernel time: rms_norm, layer_norm, softmax, cross_entropy, linear, nvfp4_linear, "
+            "nvfp4_moe, moe, topk_router (by default these); host time: host; first calls: start; "
+            "how good choices are: regret; what choosing costs: choice; or all.",
             show_default=False,
         ),
     ] = None,
@@ -277,12 +278,26 @@ def bench(
     ] = None,
     rows: Annotated[
         str | None,
-        typer.Option(help="Only products of so many rows, M: as in 1,16,64."),
+        typer.Option(help="Only products, or experts, of so many rows, M: as in 1,16,64."),
+    ] = None,
+    models: Annotated[
+        str | None,
+        typer.Option(
+            help="Only the experts of these models: qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, "
+            "gpt-oss-120b, tiny; by commas."
+        ),
+    ] = None,
+    routing: Annotated[
+        str | None,
+        typer.Option(
+            help="Only experts whose tokens are spread like this: uniform, or skewed (half of all "
+            "slots with four experts); by commas."
+        ),
     ] = None,
     peers: Annotated[
         str | None,
         typer.Option(
-            help="Of eager,inductor,quack,liger,flashinfer,cublas,humming,vllm, or none; by "
+            help="Of eager,inductor,quack,liger,flashinfer,cublas,torch,humming,vllm, or none; by "
             "default all."
         ),
     ] = None,
@@ -317,6 +332,8 @@ def bench(
             dtypes=dtype or [],
             layers=_listed(layers),
             rows=_listed(rows),
+            models=_listed(models),
+            routings=_listed(routing),
             peers=None if peers is None else _listed(peers),
             samples=samples,
             device=device,

@@ -35,6 +35,8 @@ class Options:
     dtypes: Sequence[str]
     layers: Sequence[str]
     rows: Sequence[str]
+    models: Sequence[str]
+    routings: Sequence[str]
     peers: Sequence[str] | None
     samples: int | None
     device: str | None
@@ -74,6 +76,8 @@ def _measured(options: Options, out: Console) -> Results:
         dtypes=dtypes,
         layers=[layer for text in options.layers for layer in layers_of(text)],
         rows=[_size(text) for text in options.rows],
+        models=options.models,
+        routings=options.routings,
     )
     peers: list[Peer] = []
     missing: dict[str, str] = {}

@@ -15,18 +15,23 @@ import torch
 
 from gristmill.bench.peers import (
     cross_entropy,
+    experts,
     layer_norm,
     linear,
     nvfp4_linear,
     rms_norm,
     softmax,
+    topk_router,
 )
-from gristmill.bench.peers.peer import Builder, Function, Peer, Sets
+from gristmill.bench.peers.peer import Builder, Function, Part, Peer, Sets
 from gristmill.bench.suites import known
 
-__all__ = ["GRISTMILL", "PEERS", "Builder", "Function", "Peer", "Sets", "choose"]
+__all__ = ["GRISTMILL", "PEERS", "Builder", "Function", "Part", "Peer", "Sets", "choose"]
 
-FAMILIES = (rms_norm, layer_norm, softmax, cross_entropy, linear, nvfp4_linear)
+FAMILIES = (
+    *(rms_norm, layer_norm, softmax, cross_entropy, linear, nvfp4_linear),
+    *(experts, topk_router),
+)
 
 
 def _peer(name: str, package: str, module: str, *, cpu: bool = False) -> Peer:
@@ -48,6 +53,7 @@ PEERS = {
         _peer("liger", "liger-kernel", "liger_kernel.ops.rms_norm"),
         _peer("flashinfer", "flashinfer-python", "flashinfer.norm"),
         _peer("cublas", "torch", "torch", cpu=True),
+        _peer("torch", "torch", "torch", cpu=True),
         _peer("humming", "humming-kernels", "humming.layer"),
         _peer("vllm", "vllm", "vllm._custom_ops"),
     )

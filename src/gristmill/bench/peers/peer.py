@@ -22,6 +22,20 @@ Builders = Mapping[str, Mapping[str, Builder | Mapping[str, Builder]]]
 
 
 @dataclass(frozen=True)
+class Part:
+    """A function that does a part of the task: `run` is what is timed.
+
+    `finish` makes of its outputs and its arguments what the whole would give, to be checked.
+    """
+
+    run: Function
+    finish: Function
+
+    def __call__(self, *args: Any) -> Any:
+        return self.run(*args)
+
+
+@dataclass(frozen=True)
 class Peer:
     """One library: how to find it, and how it does the tasks that it can do.
 
