@@ -17,6 +17,9 @@ from gristmill.select.problem import Problem
 from gristmill.select.sight import spoken_for
 
 WEIGHTS = (NVFP4Tensor, PackedNVFP4)  # what functions take whole, and ops by its parts
+OVER_WEIGHTS = {
+    "moe": "nvfp4_moe"
+}  # whose function takes these, too: another op's
 
 
 def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
@@ -44,6 +47,8 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
         # One function, but an op of its own.
         found, op = into_fp8, into_fp8.overload
     whole = any(isinstance(value, WEIGHTS) for value in (*args, *kwargs.values()))
+    if whole and found.name in OVER_WEIGHTS:
+        found = OPS[OVER_WEIGHTS[found.name]]
     if found.adapt is not None and (whole or not isinstance(op, str)):
         args, kwargs = found.adapt(*args, **kwargs), {}
     arguments = found.bind_arguments(*args, **kwargs)

@@ -25,9 +25,12 @@ from gristmill.select.problem import HINTS, Problem
 # sizes of vocabularies. A kernel serves a range of lengths, so these few leave little uncompiled.
 COLUMNS = (64, 128, 256, 512, 1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 12288, 16384)
 VOCABULARIES = (32000, 32768, 50257, 128256, 151936, 262144)
+# Experts of mixtures, which are the columns of a router's logits.
+EXPERTS = (8, 64, 128, 160, 256, 384, 512)
 # N and K of linear layers of a model of 8B parameters: attention, then up and down.
 LAYERS = ((4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336))
 PRODUCTS = ("linear", "linear_with_pre", "matmul")
+ROUTERS = ("topk_router", "topk_router_backward")
 DTYPES = (torch.bfloat16,)
 
 
@@ -59,7 +62,8 @@ def warmup(
     """Compile what calls of `ops` (default: all) at `shapes` and `dtypes` will run.
 
     Without `shapes`: at the row lengths of common models, for cross entropy at vocabularies, for
-    products of matrices (whose shapes are M x N x K) at the layers of one.
+    routers at numbers of experts, for products of matrices (whose shapes are M x N x K) at the
+    layers of one.
 
     For the GPU `device` (default: the current one) kernels are also loaded, so that a first call
     finds them ready. With `arch` ("sm_90a") they are only compiled into the cache, for a GPU that
@@ -93,8 +97,11 @@ def default_shapes(op: str) -> tuple[tuple[int, ...], ...]:
     """What an op is warmed up for unless shapes are given."""
     if op in PRODUCTS:
         return tuple((rows, *layer) for layer in LAYERS for rows in HINTS)
-    loss = "cross_entropy" in op or op == "scale_gradient_"
-    lengths = VOCABULARIES if loss else COLUMNS
+    lengths = COLUMNS
+    if "cross_entropy" in op or op == "scale_gradient_":
+        lengths = VOCABULARIES
+    elif op in ROUTERS:
+        lengths = EXPERTS
     return tuple((rows, columns) for columns in lengths for rows in HINTS)
 
 

@@ -14,7 +14,15 @@ from gristmill.select.device import KNOWN
 from gristmill.select.problem import HINTS
 from gristmill.select.tables import reset_tables
 from gristmill.settings import reload_settings
-from gristmill.warmup import COLUMNS, LAYERS, VOCABULARIES, Warmed, default_shapes, warmup
+from gristmill.warmup import (
+    COLUMNS,
+    EXPERTS,
+    LAYERS,
+    VOCABULARIES,
+    Warmed,
+    default_shapes,
+    warmup,
+)
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
 
@@ -85,6 +93,11 @@ def test_the_default_is_few_programs_for_many_shapes(
 def test_losses_are_warmed_for_vocabularies() -> None:
     assert {columns for _, columns in default_shapes("cross_entropy_backward")} == {*VOCABULARIES}
     assert {columns for _, columns in default_shapes("layer_norm")} == {*COLUMNS}
+
+
+def test_routers_are_warmed_for_numbers_of_experts() -> None:
+    for name in ("topk_router", "topk_router_backward"):
+        assert default_shapes(name) == tuple((rows, one) for one in EXPERTS for rows in HINTS)
 
 
 def test_products_are_warmed_for_layers() -> None:

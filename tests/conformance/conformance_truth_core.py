@@ -30,7 +30,8 @@ def unit(dtype: torch.dtype) -> float:
 class Truth:
     """One result: what it must be, and the size of its terms. `exact`: not a bit may differ.
 
-    `composed_terms`: the terms where the result is put together from rounded results, if larger.
+    `composed_terms` and `composed_range`: the terms, and low and high, where the result is put
+    together from rounded results, if they differ.
     """
 
     low: Tensor
@@ -39,6 +40,7 @@ class Truth:
     accumulator: torch.dtype
     exact: bool = False
     composed_terms: Tensor | None = None
+    composed_range: tuple[Tensor, Tensor] | None = None
 
     def roundings(self, actual: Tensor, *, composed: bool | torch.dtype = False) -> float:
         """The largest error of `actual`, in roundings.
@@ -52,10 +54,13 @@ class Truth:
         value = actual.double()
         if not bool(value.isfinite().all()):
             return float("inf")
-        error = (self.low - value).clamp(min=0) + (value - self.high).clamp(min=0)
+        low, high = self.low, self.high
+        if composed and self.composed_range is not None:
+            low, high = self.composed_range
+        error = (low - value).clamp(min=0) + (value - high).clamp(min=0)
         if self.exact:
             return 0.0 if not bool(error.any()) else float("inf")
-        size = torch.maximum(self.low.abs(), self.high.abs())
+        size = torch.maximum(low.abs(), high.abs())
         size = size.clamp(min=torch.finfo(actual.dtype).tiny)
         each, terms = self.accumulator, self.terms
         if composed:

@@ -1,9 +1,19 @@
-"""What ops over the experts of a mixture must answer, in fp64, whatever their weights are."""
+"""What ops over the experts of a mixture must answer, in fp64, whatever their weights are.
+
+A variant that leaves products to torch rounds to the dtype of the hidden states, where that has 16
+bits: gate and up before their bias, the activated value, what W2 makes of dy, the gradients of gate
+and up, and what each slot adds to a result. Each of these roundings is counted by the size of what
+is rounded (`units`, in roundings of that dtype).
+
+The gradient of a gate or an up that is cut is zero: where it lies so close to the limit that its
+own error decides on which side of it, both answers are right. That close is closer for those that
+keep fp32 than for those that round to 16 bits.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
@@ -28,6 +38,7 @@ class Mixture:
     limit: float | None
     expert_map: Tensor | None
     alpha: float | None
+    inexact: bool = False  # the weights do not fit 16 bits, in which products take them
 
     def places(self) -> Tensor:
         """The place of each entry of topk_ids among the experts that are here; -1 for none."""
@@ -43,12 +54,75 @@ class Mixture:
         return torch.tensor(places, dtype=torch.int64, device=self.ids.device).view(self.ids.shape)
 
 
+@dataclass(frozen=True)
+class Found:
+    """A result as it adds up: its range, that of those who round on the way, and the errors' sizes.
+
+    `terms` are counted in roundings of the accumulator, `units` in those of the hidden states.
+    """
+
+    low: Tensor
+    high: Tensor
+    rounded_low: Tensor
+    rounded_high: Tensor
+    terms: Tensor
+    units: Tensor
+
+    @classmethod
+    def around(
+        cls, value: Tensor, off: Tensor | float, terms: Tensor, units: Tensor | float
+    ) -> Found:
+        """The same range for all: `value` to within `off`."""
+        low, high = value - off, value + off
+        return cls(low, high, low, high, terms, torch.zeros_like(value) + units)
+
+    @classmethod
+    def product(
+        cls, left: Tensor, jumps: list[Tensor], right: Tensor, terms: Tensor, units: Tensor
+    ) -> Found:
+        """``left @ right``, where any of the entries of `jumps` may have been added to `left`.
+
+        The first of them for all, the second for those who round on the way.
+        """
+        value = left @ right
+        ends = [
+            value + (jump @ right + sign * (jump.abs() @ right.abs())) / 2
+            for jump in jumps
+            for sign in (-1, 1)
+        ]
+        return cls(*ends, terms, units)
+
+    @staticmethod
+    def each(function: Callable[..., Tensor], *founds: Found) -> Found:
+        """What `function` makes of each part."""
+        names = (one.name for one in fields(Found))
+        return Found(*(function(*(getattr(one, name) for one in founds)) for name in names))
+
+    def plus(self, other: Found) -> Found:
+        return Found.each(torch.add, self, other)
+
+    def truth(self, dtype: torch.dtype) -> Truth:
+        precise = accumulator_of(dtype)
+        if not _narrow(dtype):
+            return Truth(self.low, self.high, self.terms, precise)
+        return Truth(
+            self.low,
+            self.high,
+            self.terms,
+            precise,
+            composed_terms=self.units + self.terms * (unit(precise) / unit(dtype)),
+            composed_range=(self.rounded_low, self.rounded_high),
+        )
+
+
 class Expert(NamedTuple):
     """What one expert makes of every token, in fp64, with how far each may be off on the way.
 
     `low` and `high` are the ends of the range of the activated value, rounded; `h_off` the size
-    of the terms that its error is made of, `slopes` its derivatives by gate and by up and
-    `slopes_off` theirs.
+    of the terms that its error is made of, `slopes` its derivatives by gate, then by up, and
+    `slopes_off` theirs; `h_units` and `slopes_units` the sizes of what is rounded to 16 bits.
+    `jumps` is what the slopes change by on the other side of the limit, where gate or up may be
+    there: for those who keep fp32, and for those who round.
     """
 
     w13: Tensor
@@ -56,18 +130,27 @@ class Expert(NamedTuple):
     low: Tensor
     high: Tensor
     h_off: Tensor
-    slopes: tuple[Tensor, Tensor]
-    slopes_off: tuple[Tensor, Tensor]
+    h_units: Tensor
+    slopes: Tensor
+    slopes_off: Tensor
+    slopes_units: Tensor
+    jumps: list[Tensor]
+
+    @property
+    def middle(self) -> Tensor:
+        return (self.low + self.high) / 2
+
+    @property
+    def half(self) -> Tensor:
+        return (self.high - self.low) / 2
 
 
-def activation_of(
-    name: str, limit: float | None, gate: Tensor, up: Tensor, alpha: float | None = None
-) -> Tensor:
-    if limit is not None:
-        gate = torch.minimum(gate, torch.full_like(gate, limit))
-        up = torch.maximum(
-            torch.minimum(up, torch.full_like(up, limit)), -torch.full_like(up, limit)
-        )
+def _narrow(dtype: torch.dtype) -> bool:
+    """Whether something is lost when a sum is rounded to this dtype."""
+    return torch.finfo(dtype).eps > torch.finfo(accumulator_of(dtype)).eps
+
+
+def activation_of(name: str, gate: Tensor, up: Tensor, alpha: float | None) -> Tensor:
     if name == "silu":
         return gate / (1 + torch.exp(-gate)) * up
     if name == "gelu":
@@ -79,112 +162,193 @@ def activation_of(
 def _expert(number: int, mixture: Mixture) -> Expert:
     x, w13, w2 = mixture.x, mixture.w13(number), mixture.w2(number)
     both, terms = x.double() @ w13.t(), x.double().abs() @ w13.abs().t()
+    units = both.abs()
     if mixture.w13_bias is not None:
         bias = mixture.w13_bias[number].double()
         both, terms = both + bias, terms + bias.abs()
+    precise = accumulator_of(x.dtype)
+    limit = float("inf") if mixture.limit is None else mixture.limit
+    # What is compared with the limit: gate from above, up from both sides.
+    inner = both.shape[-1] // 2
+    compared = torch.cat((both[:, :inner], both[:, inner:].abs()), -1)
+    passes, away = (compared <= limit).double(), (compared - limit).abs()
+    off = BEFORE_ROUNDING * unit(precise) * terms
+    near = [away <= off, away <= off + (unit(x.dtype) * units if _narrow(x.dtype) else 0)]
+    # What is cut for certain is not off at all.
+    free = torch.maximum(passes, near[1].double())
+    off_gate, off_up = (terms * free).chunk(2, -1)
+    units_gate, units_up = (units * free).chunk(2, -1)
     with torch.enable_grad():
-        gate, up = (half.detach().requires_grad_() for half in both.chunk(2, -1))
-        h = activation_of(mixture.activation, mixture.limit, gate, up, mixture.alpha)
+        gate = both[:, :inner].clamp(max=limit).requires_grad_()
+        up = both[:, inner:].clamp(-limit, limit).requires_grad_()
+        h = activation_of(mixture.activation, gate, up, mixture.alpha)
         by_gate, by_up = torch.autograd.grad(h.sum(), (gate, up), create_graph=True)
         across = torch.autograd.grad(by_gate.sum(), (gate, up), retain_graph=True)
-    off_gate, off_up = terms.chunk(2, -1)
-    h, slopes = h.detach(), (by_gate.detach(), by_up.detach())
-    size, size_by_up = h.abs(), slopes[1].abs()
+    gate, up, h, by_gate, by_up = (one.detach() for one in (gate, up, h, by_gate, by_up))
+    bent, twisted = (one.abs() for one in across)
+    size, size_by_up = h.abs(), by_up.abs()
     if mixture.activation == "gelu":
         # One and the error function cancel where gate is far below zero.
-        below = -gate.detach().clamp(max=0)
-        size, size_by_up = size + 2 * below * up.detach().abs(), size_by_up + below
-    h_off = size + slopes[0].abs() * off_gate + slopes[1].abs() * off_up
+        below = -gate.clamp(max=0)
+        size, size_by_up = size + 2 * below * up.abs(), size_by_up + below
+    h_off = size + by_gate.abs() * off_gate + by_up.abs() * off_up
+    # Once rounded and once more: what was next to a tie goes the other way.
+    h_units = 2 * h.abs() + by_gate.abs() * units_gate + by_up.abs() * units_up
     # The slope by gate is a sum of two that may cancel, the larger of them at most |factor|.
-    factor = up.detach() + (mixture.activation == "swiglu_oai")
-    slopes_off = (
-        factor.abs() + slopes[0].abs() + across[0].abs() * off_gate + across[1].abs() * off_up,
-        size_by_up + across[1].abs() * off_gate,
-    )
-    precise = accumulator_of(x.dtype)
+    factor = up + (mixture.activation == "swiglu_oai")
+    off_by_gate = factor.abs() + by_gate.abs() + bent * off_gate + twisted * off_up
+    slopes_off = torch.cat((off_by_gate, size_by_up + twisted * off_gate), -1)
+    slopes_units = torch.cat((bent * units_gate + twisted * units_up, twisted * units_gate), -1)
+    uncut = torch.cat((by_gate, by_up), -1)
     low = high = h
-    if torch.finfo(x.dtype).eps > torch.finfo(precise).eps:
+    if _narrow(x.dtype):
         off = BEFORE_ROUNDING * unit(precise) * h_off
         low, high = ((h + sign * off).to(x.dtype).double() for sign in (-1, 1))
-    return Expert(w13, w2, low, high, h_off, slopes, slopes_off)
+    return Expert(
+        w13=w13,
+        w2=w2,
+        low=low,
+        high=high,
+        h_off=h_off,
+        h_units=h_units,
+        slopes=passes * uncut,
+        slopes_off=free * slopes_off,
+        slopes_units=free * slopes_units,
+        jumps=[one * (1 - 2 * passes) * uncut for one in near],
+    )
 
 
 def forward(mixture: Mixture) -> list[Truth]:
     x, weights, w2_bias = mixture.x, mixture.weights.double(), mixture.w2_bias
-    places = mixture.places()
-    value, off, terms = (torch.zeros_like(x, dtype=torch.float64) for _ in range(3))
+    places, nothing = mixture.places(), torch.zeros_like(x, dtype=torch.float64)
+    found = Found.around(nothing, 0.0, nothing, 0.0)
     for number in range(mixture.experts):
-        share = (weights * (places == number)).sum(-1, keepdim=True)
+        share, weighs = _shares(weights, places == number)
         one = _expert(number, mixture)
-        middle, half = (one.low + one.high) / 2, (one.high - one.low) / 2
-        y, size = middle @ one.w2.t(), one.h_off @ one.w2.abs().t()
+        size = one.w2.abs().t()
+        y, terms = one.middle @ one.w2.t(), one.h_off @ size
+        units = y.abs() + one.h_units @ size
         if w2_bias is not None:
-            y, size = y + w2_bias[number].double(), size + w2_bias[number].double().abs()
-        value += share * y
-        off += share.abs() * (half @ one.w2.abs().t())
-        terms += share.abs() * size
-    return [Truth(value - off, value + off, terms, accumulator_of(x.dtype))]
+            y, terms = y + w2_bias[number].double(), terms + w2_bias[number].double().abs()
+        off = weighs * (one.half @ size)
+        found = found.plus(Found.around(share * y, off, weighs * terms, weighs * units))
+    return [found.truth(x.dtype)]
 
 
 def backward(mixture: Mixture, dy: Tensor, *, weight_grad: bool = False) -> list[Truth]:
     """For hidden states and topk_weights; with `weight_grad` for w13, w2 and biases, too."""
     x, weights, w2_bias = mixture.x, mixture.weights.double(), mixture.w2_bias
     places, d = mixture.places(), dy.double()
-    dx, dx_terms = (torch.zeros_like(x, dtype=torch.float64) for _ in range(2))
-    dweights, off, terms = (torch.zeros_like(weights) for _ in range(3))
-    precise = accumulator_of(x.dtype)
-    trained: list[list[Truth]] = []
+    nothing = torch.zeros_like(x, dtype=torch.float64)
+    dx = Found.around(nothing, 0.0, nothing, 0.0)
+    dweights, off, terms, units = (torch.zeros_like(weights) for _ in range(4))
+    trained: list[list[Found]] = []
     for number in range(mixture.experts):
         mine = places == number
-        share = (weights * mine).sum(-1, keepdim=True)
+        share, weighs = _shares(weights, mine)
         one = _expert(number, mixture)
         dh, dh_off = d @ one.w2, d.abs() @ one.w2.abs()
+        dh_units = dh.abs() + mixture.inexact * dh_off
         # Of the activation's gradient: each factor may be off in its own way.
-        both = torch.cat([share * dh * slope for slope in one.slopes], -1)
-        pairs = zip(one.slopes, one.slopes_off, strict=True)
-        sizes = [share.abs() * (dh_off * slope.abs() + dh.abs() * far) for slope, far in pairs]
+        both = _Gradient.of(share, weighs, one, dh, dh_off, dh_units)
         served = mine.any(-1, keepdim=True)
-        size_both = torch.cat(sizes, -1)
-        dx += served * (both @ one.w13)
-        dx_terms += served * (size_both @ one.w13.abs())
-        middle, half = (one.low + one.high) / 2, (one.high - one.low) / 2
-        dshare = (dh * middle).sum(-1, keepdim=True)
-        size = (dh_off * middle.abs() + dh.abs() * one.h_off).sum(-1, keepdim=True)
+        dx = dx.plus(_of_tokens(served, both, one, mixture.inexact))
+        dshare = (dh * one.middle).sum(-1, keepdim=True)
+        size = (dh_off * one.middle.abs() + dh.abs() * one.h_off).sum(-1, keepdim=True)
         if w2_bias is not None:
             products = d * w2_bias[number].double()
             dshare = dshare + products.sum(-1, keepdim=True)
             size = size + products.abs().sum(-1, keepdim=True)
+        rounded = (dh_units * one.middle.abs() + dh.abs() * one.h_units).sum(-1, keepdim=True)
         dweights = torch.where(mine, dshare, dweights)
-        off = torch.where(mine, (dh.abs() * half).sum(-1, keepdim=True), off)
+        off = torch.where(mine, (dh.abs() * one.half).sum(-1, keepdim=True), off)
         terms = torch.where(mine, size, terms)
+        units = torch.where(mine, rounded, units)
         if weight_grad:
-            own = share * d
-            trained.append(_of_weights(x.double(), own, both, size_both, one, precise))
+            trained.append(_of_weights(x.double(), share * d, weighs * d.abs(), both, one))
     return [
-        Truth(dx, dx, dx_terms, precise),
-        Truth(dweights - off, dweights + off, terms, precise),
-        *_stacked(mixture, trained, precise),
+        dx.truth(x.dtype),
+        Found.around(dweights, off, terms, units).truth(x.dtype),
+        *_stacked(mixture, trained),
     ]
+
+
+def _shares(weights: Tensor, mine: Tensor) -> tuple[Tensor, Tensor]:
+    """What each token weighs at an expert, and the size of the parts of that, if it has several."""
+    share, weighs = ((one * mine).sum(-1, keepdim=True) for one in (weights, weights.abs()))
+    return share, weighs
+
+
+class _Gradient(NamedTuple):
+    """Of gate, then of up: as they are before they are rounded, `size` the sum of slots' sizes."""
+
+    value: Tensor
+    jumps: list[Tensor]
+    size: Tensor
+    terms: Tensor
+    units: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        share: Tensor,
+        weighs: Tensor,
+        one: Expert,
+        dh: Tensor,
+        dh_off: Tensor,
+        dh_units: Tensor,
+    ) -> _Gradient:
+        dh, dh_off, dh_units = (torch.cat((each, each), -1) for each in (dh, dh_off, dh_units))
+        slopes = one.slopes.abs()
+        return cls(
+            value=share * dh * one.slopes,
+            jumps=[share * dh * jump for jump in one.jumps],
+            size=weighs * dh.abs() * slopes,
+            terms=weighs * (dh_off * slopes + dh.abs() * one.slopes_off),
+            units=weighs * (dh_units * slopes + dh.abs() * one.slopes_units),
+        )
+
+
+def _of_tokens(served: Tensor, both: _Gradient, one: Expert, inexact: bool) -> Found:
+    """What one expert adds to dx: rounded before it is a factor, and what comes of it again."""
+    size = one.w13.abs()
+    units = (both.units + (1 + inexact) * both.size) @ size + (both.value @ one.w13).abs()
+    found = Found.product(both.value, both.jumps, one.w13, both.terms @ size, units)
+    return Found.each(lambda part: served * part, found)
 
 
 def _of_weights(
-    x: Tensor, own: Tensor, both: Tensor, sizes: Tensor, one: Expert, precise: torch.dtype
-) -> list[Truth]:
+    x: Tensor, own: Tensor, own_size: Tensor, both: _Gradient, one: Expert
+) -> list[Found]:
     """Of one expert: dw13, dw2 and those of the biases. `own`: dy times what a token weighs."""
-    middle, half = (one.low + one.high) / 2, (one.high - one.low) / 2
-    dw13, dw2, off = both.t() @ x, own.t() @ middle, own.abs().t() @ half
+    jumps, h = [jump.t() for jump in both.jumps], one.middle.abs()
+    ones = torch.ones_like(x[:, :1])
+    sums = Found.product(both.value.t(), jumps, ones, both.terms.t() @ ones, both.units.t() @ ones)
     return [
-        Truth(dw13, dw13, sizes.t() @ x.abs(), precise),
-        # Few terms a sum: of `own` the product counts, and of h each of its two.
-        Truth(dw2 - off, dw2 + off, own.abs().t() @ (one.h_off + 2 * middle.abs()), precise),
-        Truth(both.sum(0), both.sum(0), sizes.sum(0), precise),
-        Truth(own.sum(0), own.sum(0), own.abs().sum(0), precise),
+        Found.product(
+            both.value.t(),
+            jumps,
+            x,
+            both.terms.t() @ x.abs(),
+            (both.units + both.size).t() @ x.abs(),
+        ),
+        # Few terms a sum: of `own` the product counts, and of h each of its two. Those who round
+        # do so with h times what the token weighs.
+        Found.around(
+            own.t() @ one.middle,
+            own.abs().t() @ one.half,
+            own_size.t() @ (one.h_off + 2 * h),
+            own_size.t() @ (one.h_units + h),
+        ),
+        Found.each(lambda part: part.squeeze(-1), sums),
+        Found.around(own.sum(0), 0.0, own_size.sum(0), 0.0),
     ]
 
 
-def _stacked(mixture: Mixture, trained: list[list[Truth]], precise: torch.dtype) -> list[Truth]:
+def _stacked(mixture: Mixture, trained: list[list[Found]]) -> list[Truth]:
     """Of all experts; nothing for what is not there, or not trained."""
     found = []
+    dtype = mixture.x.dtype
     nothing = mixture.x.new_empty(0, dtype=torch.float64)
     inner, hidden = _inner(mixture), mixture.x.shape[1]
     there = (True, True, mixture.w13_bias is not None, mixture.w2_bias is not None)
@@ -192,13 +356,11 @@ def _stacked(mixture: Mixture, trained: list[list[Truth]], precise: torch.dtype)
     for place, present in enumerate(there):
         parts = [one[place] for one in trained] if present else []
         if not parts:
-            found.append(Truth(nothing, nothing, nothing, precise))
+            found.append(Truth(nothing, nothing, nothing, accumulator_of(dtype)))
             continue
-        low, high, terms = (
-            torch.stack([getattr(one, name) for one in parts]) for name in ("low", "high", "terms")
-        )
-        assert low.shape == (mixture.experts, *shapes[place])
-        found.append(Truth(low, high, terms, precise))
+        whole = Found.each(lambda *each: torch.stack(each), *parts)
+        assert whole.low.shape == (mixture.experts, *shapes[place])
+        found.append(whole.truth(dtype))
     return found
 
 

@@ -191,4 +191,6 @@ def _mixture(args: tuple[Any, ...]) -> Mixture:
         limit=limit,
         expert_map=expert_map,
         alpha=alpha,
+        # Elements times block scales are exact; with scales of their own rows are not.
+        inexact=any(bool((one != one[:, :1]).any()) for one in (parts[2], parts[5])),
     )

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gristmill
 from gristmill import nvfp4
+from gristmill.errors import GristmillError
 from gristmill.ops import nvfp4_common
 from gristmill.ops.nvfp4_linear import library, linear_of
 from gristmill.ops.nvfp4_linear.cases import backward_example, forward_example, random_weight
@@ -359,6 +360,13 @@ def test_explain_takes_the_public_functions() -> None:
     assert dict(found.problem.dims) == {"E": 4, "k": 2, "H": 64, "I": 32}
     assert found == gristmill.explain("nvfp4_moe", *MOE.adapt(x, weights, ids, *stack))
     assert found == gristmill.explain("nvfp4_moe", x, weights, ids, *stack)
+    # One function for all experts; what it would run over these is the other op.
+    for moe in (gristmill.moe, "moe"):
+        assert found == gristmill.explain(moe, x, weights, ids, *stack, activation="gelu")
+        dense = gristmill.explain(moe, x, weights, ids, *(nvfp4.dequantize(one) for one in stack))
+        assert dense.as_dict()["op"] == "moe"
+    with pytest.raises(GristmillError):  # as the call itself would
+        gristmill.explain(gristmill.linear, x, weight)
 
 
 @pytest.mark.parametrize("arch", KNOWN)

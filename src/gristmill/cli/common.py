@@ -23,7 +23,8 @@ R = TypeVar("R")
 FAILURE, USAGE = 1, 2
 SHAPE_HELP = (
     "A shape such as 4096x8192: rows x columns, with more leading dimensions if you like; of "
-    "linear, matmul and nvfp4_linear MxNxK, or MxK for N = K, of nvfp4_moe MxEXPERTSxTOPKxHxI."
+    "linear, matmul and nvfp4_linear MxNxK, or MxK for N = K, of moe and nvfp4_moe "
+    "MxEXPERTSxTOPKxHxI, or MxH, of topk_router MxEXPERTSxTOPK, or MxEXPERTS for a topk of 8."
 )
 DTYPE_NAMES = ("bfloat16", "float16", "float32", "float64")
 DTYPE_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
