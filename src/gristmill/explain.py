@@ -17,9 +17,7 @@ from gristmill.select.problem import Problem
 from gristmill.select.sight import spoken_for
 
 WEIGHTS = (NVFP4Tensor, PackedNVFP4)  # what functions take whole, and ops by its parts
-OVER_WEIGHTS = {
-    "moe": "nvfp4_moe"
-}  # whose function takes these, too: another op's
+OVER_WEIGHTS = {"moe": "nvfp4_moe"}  # whose function takes these, too: another op's
 
 
 def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:

@@ -97,7 +97,7 @@ def default_shapes(op: str) -> tuple[tuple[int, ...], ...]:
     """What an op is warmed up for unless shapes are given."""
     if op in PRODUCTS:
         return tuple((rows, *layer) for layer in LAYERS for rows in HINTS)
-    lengths = COLUMNS
+    lengths: tuple[int, ...] = COLUMNS
     if "cross_entropy" in op or op == "scale_gradient_":
         lengths = VOCABULARIES
     elif op in ROUTERS:

@@ -85,12 +85,12 @@ class Found:
         The first of them for all, the second for those who round on the way.
         """
         value = left @ right
-        ends = [
+        low, high, rounded_low, rounded_high = (
             value + (jump @ right + sign * (jump.abs() @ right.abs())) / 2
             for jump in jumps
             for sign in (-1, 1)
-        ]
-        return cls(*ends, terms, units)
+        )
+        return cls(low, high, rounded_low, rounded_high, terms, units)
 
     @staticmethod
     def each(function: Callable[..., Tensor], *founds: Found) -> Found:
@@ -113,6 +113,11 @@ class Found:
             composed_terms=self.units + self.terms * (unit(precise) / unit(dtype)),
             composed_range=(self.rounded_low, self.rounded_high),
         )
+
+
+def _rounding(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """The size of what is rounded: below the smallest normal number steps get no smaller."""
+    return torch.where(value == 0, 0.0, value.abs().clamp(min=torch.finfo(dtype).tiny))
 
 
 class Expert(NamedTuple):
@@ -162,7 +167,7 @@ def activation_of(name: str, gate: Tensor, up: Tensor, alpha: float | None) -> T
 def _expert(number: int, mixture: Mixture) -> Expert:
     x, w13, w2 = mixture.x, mixture.w13(number), mixture.w2(number)
     both, terms = x.double() @ w13.t(), x.double().abs() @ w13.abs().t()
-    units = both.abs()
+    units = _rounding(both, x.dtype)
     if mixture.w13_bias is not None:
         bias = mixture.w13_bias[number].double()
         both, terms = both + bias, terms + bias.abs()
@@ -193,7 +198,7 @@ def _expert(number: int, mixture: Mixture) -> Expert:
         size, size_by_up = size + 2 * below * up.abs(), size_by_up + below
     h_off = size + by_gate.abs() * off_gate + by_up.abs() * off_up
     # Once rounded and once more: what was next to a tie goes the other way.
-    h_units = 2 * h.abs() + by_gate.abs() * units_gate + by_up.abs() * units_up
+    h_units = 2 * _rounding(h, x.dtype) + by_gate.abs() * units_gate + by_up.abs() * units_up
     # The slope by gate is a sum of two that may cancel, the larger of them at most |factor|.
     factor = up + (mixture.activation == "swiglu_oai")
     off_by_gate = factor.abs() + by_gate.abs() + bent * off_gate + twisted * off_up
@@ -227,7 +232,7 @@ def forward(mixture: Mixture) -> list[Truth]:
         one = _expert(number, mixture)
         size = one.w2.abs().t()
         y, terms = one.middle @ one.w2.t(), one.h_off @ size
-        units = y.abs() + one.h_units @ size
+        units = _rounding(y, x.dtype) + one.h_units @ size
         if w2_bias is not None:
             y, terms = y + w2_bias[number].double(), terms + w2_bias[number].double().abs()
         off = weighs * (one.half @ size)
@@ -248,11 +253,11 @@ def backward(mixture: Mixture, dy: Tensor, *, weight_grad: bool = False) -> list
         share, weighs = _shares(weights, mine)
         one = _expert(number, mixture)
         dh, dh_off = d @ one.w2, d.abs() @ one.w2.abs()
-        dh_units = dh.abs() + mixture.inexact * dh_off
+        dh_units = _rounding(dh, x.dtype) + mixture.inexact * dh_off
         # Of the activation's gradient: each factor may be off in its own way.
         both = _Gradient.of(share, weighs, one, dh, dh_off, dh_units)
         served = mine.any(-1, keepdim=True)
-        dx = dx.plus(_of_tokens(served, both, one, mixture.inexact))
+        dx = dx.plus(_of_tokens(served, both, one, mixture))
         dshare = (dh * one.middle).sum(-1, keepdim=True)
         size = (dh_off * one.middle.abs() + dh.abs() * one.h_off).sum(-1, keepdim=True)
         if w2_bias is not None:
@@ -265,7 +270,7 @@ def backward(mixture: Mixture, dy: Tensor, *, weight_grad: bool = False) -> list
         terms = torch.where(mine, size, terms)
         units = torch.where(mine, rounded, units)
         if weight_grad:
-            trained.append(_of_weights(x.double(), share * d, weighs * d.abs(), both, one))
+            trained.append(_of_weights(x, share * d, weighs * d.abs(), both, one))
     return [
         dx.truth(x.dtype),
         Found.around(dweights, off, terms, units).truth(x.dtype),
@@ -309,10 +314,11 @@ class _Gradient(NamedTuple):
         )
 
 
-def _of_tokens(served: Tensor, both: _Gradient, one: Expert, inexact: bool) -> Found:
+def _of_tokens(served: Tensor, both: _Gradient, one: Expert, mixture: Mixture) -> Found:
     """What one expert adds to dx: rounded before it is a factor, and what comes of it again."""
     size = one.w13.abs()
-    units = (both.units + (1 + inexact) * both.size) @ size + (both.value @ one.w13).abs()
+    rounded = both.units + _rounding(both.size, mixture.x.dtype) + mixture.inexact * both.size
+    units = rounded @ size + _rounding(both.value @ one.w13, mixture.x.dtype)
     found = Found.product(both.value, both.jumps, one.w13, both.terms @ size, units)
     return Found.each(lambda part: served * part, found)
 
@@ -321,7 +327,7 @@ def _of_weights(
     x: Tensor, own: Tensor, own_size: Tensor, both: _Gradient, one: Expert
 ) -> list[Found]:
     """Of one expert: dw13, dw2 and those of the biases. `own`: dy times what a token weighs."""
-    jumps, h = [jump.t() for jump in both.jumps], one.middle.abs()
+    jumps, h, dtype, x = [jump.t() for jump in both.jumps], one.middle.abs(), x.dtype, x.double()
     ones = torch.ones_like(x[:, :1])
     sums = Found.product(both.value.t(), jumps, ones, both.terms.t() @ ones, both.units.t() @ ones)
     return [
@@ -330,7 +336,7 @@ def _of_weights(
             jumps,
             x,
             both.terms.t() @ x.abs(),
-            (both.units + both.size).t() @ x.abs(),
+            (both.units + _rounding(both.size, dtype)).t() @ x.abs(),
         ),
         # Few terms a sum: of `own` the product counts, and of h each of its two. Those who round
         # do so with h times what the token weighs.
@@ -338,7 +344,7 @@ def _of_weights(
             own.t() @ one.middle,
             own.abs().t() @ one.half,
             own_size.t() @ (one.h_off + 2 * h),
-            own_size.t() @ (one.h_units + h),
+            own_size.t() @ (one.h_units + _rounding(h, dtype)),
         ),
         Found.each(lambda part: part.squeeze(-1), sums),
         Found.around(own.sum(0), 0.0, own_size.sum(0), 0.0),

@@ -25,7 +25,7 @@ import gristmill
 from gristmill import nvfp4
 from gristmill.errors import GristmillError
 from gristmill.ops import nvfp4_common
-from gristmill.ops.nvfp4_linear import library, linear_of
+from gristmill.ops.nvfp4_linear import linear_of
 from gristmill.ops.nvfp4_linear.cases import backward_example, forward_example, random_weight
 from gristmill.ops.nvfp4_moe import moe_of, slots
 from gristmill.ops.op import Op
@@ -71,27 +71,6 @@ def test_many_pieces_are_one_result(name: str, layout: str, device: str) -> None
         args = case.make(device, 3)
         if args[-2 if "moe" in name else -3] == layout:
             check(op, args)
-
-
-@pytest.fixture
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of 16-bit tensors, whose fp32 results a CPU has to get by another way."""
-
-    def own(tensor: torch.Tensor) -> torch.dtype:
-        return tensor.dtype
-
-    def wide(multiply: Any) -> Any:
-        def product(a: torch.Tensor, b: torch.Tensor, out_dtype: Any = None) -> torch.Tensor:
-            assert a.dtype == b.dtype
-            assert (out_dtype == torch.float32) == (a.dtype != torch.float32)
-            return multiply(a.float(), b.float())
-
-        return product
-
-    monkeypatch.setattr(library, "arithmetic", own)
-    monkeypatch.setattr(slots, "arithmetic", own)
-    monkeypatch.setattr(torch, "mm", wide(torch.mm))
-    monkeypatch.setattr(torch, "bmm", wide(torch.bmm))
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

@@ -1,10 +1,7 @@
-// What the kernels' moe_tensor_cores.cuh offers on a GPU, on a CPU (tensor_copies.cpp, matrices.cpp). As strict as
-// emulation_tensor.h: who lets matrix instructions read what threads copied without settle_copies() is told.
+// What the kernels' moe_tensor_cores.cuh offers on a GPU, on a CPU. As strict as emulation_tensor.h.
 #pragma once
 
 #include "emulation_tensor.h"
-
-void settle_copies();
 
 namespace emulation {
 

@@ -131,14 +131,6 @@ void read_matrix(std::vector<unsigned short>& out, Matrix matrix, unsigned token
     }
 }
 
-// What threads copied on their own is seen by matrix instructions only after they have called settle_copies().
-void check_settled(const Fiber& fiber, Matrix matrix, unsigned tokens) {
-  const std::vector<bool>& unsettled = fiber.home->unsettled;
-  const unsigned first = (matrix & 0x3fff) / 8 * 8;  // the row's
-  for (unsigned unit = first; unit < first + tokens * 8 && unit < unsettled.size(); ++unit)
-    if (unsettled[unit]) fail("multiply_group: a thread copied rows of the matrix, and did not call settle_copies() since");
-}
-
 // The warps of a group multiply by the same matrices in the same order.
 void note_product(Fiber& fiber, Matrix matrix) {
   const unsigned warp = fiber.thread.x / warp_lanes;
@@ -253,7 +245,6 @@ void multiply_group(bool bf16, unsigned tokens, float* sums, const unsigned* a, 
   Product product = {bf16, tokens, mine.product_groups, sums, a, {a[0], a[1], a[2], a[3]}, matrix, {}};
   if (lane() == 0) {
     note_product(fiber, matrix);
-    check_settled(fiber, matrix, tokens);
     read_matrix(product.matrix_then, matrix, tokens);
   }
   mine.products.push_back(std::move(product));

@@ -112,7 +112,6 @@ void start_warps(Block& block) {
   const unsigned threads = block_dim.x;
   block.groups.assign(threads / (warp_lanes * group_warps), {});
   for (NamedBarrier& barrier : block.named) barrier = {};
-  block.unsettled.clear();
   block.warps.resize((threads + warp_lanes - 1) / warp_lanes);
   for (unsigned first = 0; first < threads; first += warp_lanes) {
     Warp& warp = block.warps[first / warp_lanes];

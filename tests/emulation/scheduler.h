@@ -56,7 +56,6 @@ struct InFlight {
   std::vector<Accumulator> accumulators;
   unsigned copy_groups, product_groups;  // so many are complete, and this is the number of the open one
   bool begun;                            // begin_matrices() since the last group
-  std::vector<unsigned> unsettled;       // units of 16 bytes in shared memory that its copies came to
 };
 
 struct Fiber : Place {
@@ -115,7 +114,6 @@ struct Block {
   std::vector<Fiber*> waiting;
   std::vector<Warp> warps;
   std::vector<Warpgroup> groups;
-  std::vector<bool> unsettled;  // by 16 bytes of `window`: copied by a thread that has not called settle_copies() since
   NamedBarrier named[named_barriers];
 };
 

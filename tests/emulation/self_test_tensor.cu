@@ -284,33 +284,26 @@ __global__ void multiply_by_group(const Params p) {
     if (p.value == 11) wait_for_matrices<0>();
 }
 
-// out (64 x count) = in (64 x 64) times other (count x 64) transposed, whose rows the threads copy by themselves.
-// value 1: nobody waits for the copies, 2: one thread does not settle them, 3: no such number of columns.
+// out (64 x count) = in (64 x 64) times other (count x 64) transposed, which comes as a box of the map.
 template <int MOST>
-__global__ void multiply_copied(const Params p) {
+__global__ void multiply_by_columns(const Params p) {
     unsigned long long* barrier = reinterpret_cast<unsigned long long*>(shared_memory());
     char* const tile = shared_memory() + 1024;
     const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     if (threadIdx.x == 0) {
-        barrier_init(barrier, 128);
+        barrier_init(barrier, 1);
         barrier_init_fence();
+        barrier_expect(barrier, p.count * 128);
+        tensor_copy(tile, &p.map, 0, 0, barrier);
     }
     __syncthreads();
-    for (unsigned i = threadIdx.x; i < p.count * 8; i += 128) {
-        const unsigned row = i / 8, unit = i % 8;
-        copy_async_or_zero(tile + row * 128 + (unit ^ row % 8) * 16, static_cast<const char*>(p.other) + i * 16, true);
-    }
-    copy_async_commit();
-    if (p.value != 1) copy_async_wait_for<0>();
-    if (p.value != 2 || threadIdx.x != 5) settle_copies();
-    barrier_arrive(barrier);
     barrier_wait(barrier, 0);
     unsigned operand[4][4];
     for (unsigned j = 0; j < 4; j++)
         for (unsigned i = 0; i < 4; i++) operand[j][i] = read_word(p.in, (warp * 16 + g + i % 2 * 8) * 32 + j * 8 + i / 2 * 4 + t);
     float sums[MOST / 2];
     for (int i = 0; i < MOST / 2; i++) sums[i] = 0.0f;
-    multiply_columns<bf16, MOST>(sums, operand, matrix_of(tile, 0), p.value == 3 ? 12 : p.count);
+    multiply_columns<bf16, MOST>(sums, operand, matrix_of(tile, 0), p.count);
     wait_for_matrices<0>();
     hold(sums);
     for (unsigned i = 0; i < p.count / 2; i++)

@@ -55,8 +55,7 @@ void check_box(const void* destination, const TensorMap* map, int column, int ro
   if (reinterpret_cast<unsigned long long>(map) % alignof(TensorMap) != 0)
     fail("tensor_copy: the map does not lie at a multiple of 64");
   if (const char* wrong = wrong_map(*map)) fail("tensor_copy: %s", wrong);
-  // The order is that of addresses: a box of a few rows may lie anywhere in a tile.
-  const unsigned alignment = map->swizzle && map->box_rows >= swizzle_period / swizzled_row ? swizzle_period : swizzled_row;
+  const unsigned alignment = map->swizzle ? swizzle_period : swizzled_row;
   if (to % alignment != 0) fail("tensor_copy to %#llx: the address is not a multiple of %u", to, alignment);
   const unsigned bytes = map->box_rows * map->box_columns * map->element_bytes;
   if (!in_shared(*self().home, destination, bytes)) fail("tensor_copy of %u bytes leaves the shared memory", bytes);
@@ -106,10 +105,6 @@ void land_thread_copies(Fiber& fiber, unsigned groups) {
       std::memcpy(copy.destination, copy.source, unit);
     else
       std::memset(copy.destination, 0, unit);
-    const unsigned number = unsigned((copy.destination - fiber.home->window) / unit);
-    fiber.home->unsettled.resize(shared_capacity / unit);
-    fiber.home->unsettled[number] = true;
-    fiber.in_flight.unsettled.push_back(number);
   }
   mine.erase(mine.begin(), mine.begin() + landed);
 }
@@ -156,12 +151,6 @@ void copy_async(void* destination, const void* source) {
 
 void copy_async_or_zero(void* destination, const void* source, bool there) {
   start_thread_copy("copy_async_or_zero", destination, there ? static_cast<const char*>(source) : nullptr);
-}
-
-void settle_copies() {
-  Fiber& fiber = self();
-  for (const unsigned unit : fiber.in_flight.unsettled) fiber.home->unsettled[unit] = false;
-  fiber.in_flight.unsettled.clear();
 }
 
 void copy_async_commit() { ++self().in_flight.copy_groups; }

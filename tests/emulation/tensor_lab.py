@@ -33,7 +33,7 @@ KERNELS = (
     *(f"multiply_by_warp<{name}>" for name in TYPES),
     *(f"multiply_by_group<bf16,{tokens}>" for tokens in TOKENS),
     "multiply_by_group<f16,16>",
-    *(f"multiply_copied<{most}>" for most in (16, 64, 192)),
+    *(f"multiply_by_columns<{most}>" for most in (16, 64, 192)),
 )
 PARAMS = struct.Struct("@128sQQQiiII")
 NO_MAP = bytes(128)

@@ -138,23 +138,6 @@ def test_boxes_in_swizzled_order_with_zeros_outside(
     assert traffic.bulk == 2048
 
 
-def test_rows_one_by_one_lie_as_those_of_a_box(tensor_lab: Lab) -> None:
-    """The second of a tile."""
-    matrix, out = whole(9, 64, dtype=torch.bfloat16), unset(1, 32)
-    tensor_lab.run(
-        "copy_box",
-        matrix,
-        out,
-        map_bytes=tensor_map(matrix, 1, 64),
-        row=7,
-        value=2,
-        count=128,
-        shared=1024 + 256,
-    )
-    expected = swizzled(torch.stack((matrix[0], matrix[7])))[1]
-    assert torch.equal(out.view(torch.uint8).view(8, 16), expected)
-
-
 def test_boxes_as_they_are(tensor_lab: Lab) -> None:
     matrix = words(30, 40)
     out = unset(10, 8)

@@ -167,47 +167,41 @@ def test_sums_that_are_not_waited_for_are_nan(tensor_lab: Lab) -> None:
     assert out.isnan().all()
 
 
-def multiply_copied(
-    tensor_lab: Lab, most: int, columns: int, *, value: int = 0, order: int = 0
+def multiply_columns(
+    tensor_lab: Lab, most: int, columns: int, *, order: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     left = whole(64, 64, dtype=torch.bfloat16)
     right = whole(columns, 64, dtype=torch.bfloat16, seed=1)
     out = unset(64, columns)
-    launch = {"value": value, "order": order, "block": 128, "shared": 1024 + most * 128}
-    tensor_lab.run(f"multiply_copied<{most}>", left, out, right, count=columns, **launch)
+    tensor_lab.run(
+        f"multiply_by_columns<{most}>",
+        left,
+        out,
+        right,
+        map_bytes=tensor_map(right, columns, 64),
+        count=columns,
+        block=128,
+        shared=1024 + most * 128,
+        order=order,
+    )
     return out.view(torch.float32), left.float() @ right.float().T
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("most", "columns"), [(16, 8), (16, 16), (64, 40), (192, 112), (192, 192)])
-def test_a_warpgroup_multiplies_by_what_threads_copied(
+def test_columns_that_are_known_at_run_time(
     tensor_lab: Lab, most: int, columns: int, order: int
 ) -> None:
-    out, expected = multiply_copied(tensor_lab, most, columns, order=order)
+    out, expected = multiply_columns(tensor_lab, most, columns, order=order)
     assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_copies_that_nobody_waits_for_do_not_come(tensor_lab: Lab, order: int) -> None:
-    out, _ = multiply_copied(tensor_lab, 16, 16, value=1, order=order)
-    assert out.isnan().all()
-
-
 @pytest.mark.parametrize(
-    ("most", "columns", "value", "reason"),
-    [
-        (16, 8, 2, r"did not call settle_copies\(\)"),
-        (16, 8, 3, "of at most 16 there are no 12"),
-        (64, 56, 0, "of at most 64 there are no 56"),
-        (192, 176, 0, "of at most 192 there are no 176"),
-        (192, 80, 0, "of at most 192 there are no 80"),
-    ],
+    ("most", "columns"), [(16, 12), (64, 56), (192, 176), (192, 80), (192, 16)], ids=str
 )
-def test_mistakes_with_copies_are_told(
-    tensor_lab: Lab, most: int, columns: int, value: int, reason: str
-) -> None:
-    with pytest.raises(EmulationError, match=reason):
-        multiply_copied(tensor_lab, most, columns, value=value)
+def test_columns_of_which_there_are_none(tensor_lab: Lab, most: int, columns: int) -> None:
+    with pytest.raises(EmulationError, match=f"of at most {most} there are no {columns}"):
+        multiply_columns(tensor_lab, most, columns)
 
 
 def test_a_warpgroup_is_four_warps(tensor_lab: Lab) -> None:

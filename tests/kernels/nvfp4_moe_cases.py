@@ -13,7 +13,7 @@ from gristmill.formats.nvfp4.tensor import NVFP4Tensor, dequantize
 from gristmill.ops.experts.semantics import Activation, local_ids
 from gristmill.ops.nvfp4_moe.problem import forward_problem
 from gristmill.ops.nvfp4_moe.wgmma import Wgmma
-from gristmill.ops.nvfp4_moe.wgmma_configs import Cut, MoeConfig
+from gristmill.ops.nvfp4_moe.wgmma_configs import ADD, Cut, MoeConfig, Product, products
 from gristmill.select.device import KNOWN, Device
 from gristmill.select.problem import Problem
 
@@ -24,6 +24,7 @@ DEVICE = replace(KNOWN["sm_90a"], multiprocessors=3)
 SMALL: Cut = (1, 1, 2, 2, 1, 1)
 GROUPS: Cut = (1, 2, 4, 2, 1, 1)
 PLAIN = MoeConfig(SMALL, SMALL, 16)
+APART = replace(PLAIN, added=False)
 ADDING = MoeConfig(GROUPS, GROUPS, 16)
 # One of each kind, by name.
 CUTS = {
@@ -35,7 +36,7 @@ CUTS = {
     "rows, split": MoeConfig((2, 1, 2, 2, 2, 1), (1, 1, 2, 2, 3, 1), 32, wide=False),
     "split in 4": MoeConfig((1, 2, 4, 2, 4, 1), (2, 1, 2, 2, 2, 1), 64),
 }
-ROUTINGS: tuple[Literal["scan", "block", "launch"], ...] = ("scan", "block", "launch")
+ROUTINGS: tuple[Literal["scan", "launch"], ...] = ("scan", "launch")
 
 
 @dataclass(frozen=True)
@@ -133,12 +134,13 @@ class Call:
     ) -> Run:
         return host.run(Wgmma(), self.problem(device), config, self.arguments, order=order)
 
-    def exact(self, *, wide: bool = True) -> Range:
-        """In fp64, with h rounded to x's dtype, and what experts give where that is not `wide`.
+    def exact(self, config: MoeConfig) -> Range:
+        """In fp64, with h rounded to x's dtype, and what experts give where that is kept so.
 
         Sums of fp32 may be off, so h may be what the next number rounds to; that goes on as a
         range.
         """
+        narrow = not config.wide and not self._is_added(config)
         ids = local_ids(self.ids, self.expert_map, self.w13.codes.shape[0])
         x, dtype = self.x.double(), self.x.dtype
         wide_weight, back_weight = (dequantize(w, torch.float64) for w in (self.w13, self.w2))
@@ -155,7 +157,7 @@ class Call:
             error = w2.abs() @ off + _slack(w2.abs() @ h.size(), len(middle))
             error = error + 2 * UNIT * value.abs()
             given = Range(value - error, value + error)
-            if not wide:
+            if narrow:
                 given = given.rounded(dtype)
             share = given.times(self.shares[token, j].double())
             share = share.widened(share.size() * 2 * UNIT)
@@ -179,9 +181,17 @@ class Call:
         h_error = h_error + 8 * UNIT * (1 + gate.abs()) * gate.abs() * factor
         return Range(h, h).widened(h_error).rounded(self.x.dtype)
 
-    def check(self, y: torch.Tensor, *, wide: bool = True, what: str = "y") -> None:
+    def products(self, config: MoeConfig) -> tuple[Product, Product]:
+        tokens, hidden = self.x.shape
+        inner = self.w13.codes.shape[1] // 2
+        return products(config, tokens, self.ids.shape[1], hidden, inner, DEVICE)
+
+    def _is_added(self, config: MoeConfig) -> bool:
+        return self.products(config)[1].step == ADD
+
+    def check(self, y: torch.Tensor, config: MoeConfig) -> None:
         assert y.dtype == self.x.dtype
-        self.exact(wide=wide).check(y, what)
+        self.exact(config).check(y, f"{config}")
 
 
 def _slack(size: torch.Tensor, columns: int) -> torch.Tensor:

@@ -12,6 +12,7 @@ from emulated_host import EmulatedHost, Run
 from emulation.harness import EmulationError, maps_of_rows
 from nvfp4_moe_cases import (
     ADDING,
+    APART,
     BF16,
     CUTS,
     DEVICE,
@@ -27,10 +28,13 @@ from nvfp4_moe_cases import (
 
 from gristmill.ops.nvfp4_moe import wgmma
 from gristmill.ops.nvfp4_moe.wgmma import Wgmma
-from gristmill.ops.nvfp4_moe.wgmma_configs import MoeConfig, Product
+from gristmill.ops.nvfp4_moe.wgmma_configs import ADD, MoeConfig, Product
 
 INT32, INT64 = torch.int32, torch.int64
-WAYS = tuple(replace(PLAIN, routing=routing, wide=routing != "block") for routing in ROUTINGS)
+# Who puts slots in order, and who adds up: what routing has to be right for.
+WAYS = tuple(
+    replace(PLAIN, routing=routing, added=added) for routing in ROUTINGS for added in (True, False)
+)
 
 
 @pytest.fixture(autouse=True)
@@ -47,49 +51,50 @@ def _build(host: EmulatedHost, call: Call, configs: Sequence[MoeConfig]) -> None
 
 def _check(host: EmulatedHost, call: Call, config: MoeConfig, order: int = 0) -> Run:
     run = call.run(host, config, order)
-    call.check(run.outputs, wide=config.wide, what=f"{config}")
+    call.check(run.outputs, config)
     return run
 
 
 def _name(config: Any) -> str:
     cuts = "plain" if config.up == SMALL else "groups"
-    return f"{cuts}-{config.routing}-{'wide' if config.wide else 'narrow'}"
+    return f"{cuts}-{config.routing}-{'added' if config.added else 'apart'}"
 
 
+@pytest.mark.parametrize("added", [True, False], ids=["added", "apart"])
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("name", CUTS)
-def test_every_cut(host: EmulatedHost, name: str, routing: Any) -> None:
+def test_every_cut(host: EmulatedHost, name: str, routing: Any, added: bool) -> None:
     """Of rows that end within a unit and within a slab, and columns that end within a chunk."""
-    config = replace(CUTS[name], routing=routing)
+    config = replace(CUTS[name], routing=routing, added=added)
     mixture = Mixture(tokens=9, hidden=208, inner=272, w13_bias=F32, w2_bias=BF16)
     call, other = mixture.call(), replace(mixture, tokens=3, inner=144, x=F16, seed=1).call()
     for one in (call, other):
         _build(host, one, [config])
     run = _check(host, call, config)
-    by_launch = routing == "launch" or (name == "rows and groups" and routing == "block")
-    assert len(run.calls) == (4 if by_launch else 3)
+    at_once = added and config.down[1] == 1  # only who has a row's whole sum adds it up as well
+    assert len(run.calls) == 2 + (routing == "launch") + (not at_once)
     assert all(launch.dependent for launch in run.calls)
     _check(host, other, config, order=5)
 
 
+@pytest.mark.parametrize("added", [True, False], ids=["added", "apart"])
 @pytest.mark.parametrize("tokens", [1, 8, 9, 16, 17, 32, 33, 64])
-def test_all_tokens_are_one_tile(host: EmulatedHost, tokens: int) -> None:
+def test_all_tokens_are_one_tile(host: EmulatedHost, tokens: int, added: bool) -> None:
     """As many as can be scanned, of each size that a tile has."""
     call = Mixture(tokens=tokens, topk=64 // tokens, experts=3, hidden=64, inner=32).call()
-    run = _check(host, call, PLAIN)
-    assert [launch.name.split(",")[3] for launch in run.calls[:2]] == ["0", "0"]
+    run = _check(host, call, replace(PLAIN, added=added))
+    assert len(run.calls) == (2 if added else 3)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "topk", "routing"), [(13, 5, "1"), (128, 8, "1"), (205, 5, "2")]
+    ("tokens", "topk", "launches"), [(13, 5, 3), (64, 2, 3), (65, 1, 4), (128, 8, 4), (205, 5, 4)]
 )
-def test_more_slots_are_put_in_order(
-    host: EmulatedHost, tokens: int, topk: int, routing: str
+def test_more_slots_are_put_in_order_and_more_tokens_added_apart(
+    host: EmulatedHost, tokens: int, topk: int, launches: int
 ) -> None:
     call = Mixture(tokens, 3, topk=topk, hidden=64, inner=32).call()
-    run = _check(host, call, replace(PLAIN, tile=64))
-    products = [launch for launch in run.calls if "nvfp4_moe" in launch.name]
-    assert [launch.name.split(",")[3] for launch in products] == [routing, routing]
+    config = replace(PLAIN, tile=64, down=(1, 1, 2, 2, 2, 1))  # by two that add, or by one
+    assert len(_check(host, call, config).calls) == launches
 
 
 def _ids_of(counts: Sequence[int], topk: int = 1) -> torch.Tensor:
@@ -112,13 +117,25 @@ COUNTS = {
 }
 
 
-@pytest.mark.parametrize("routing", ["block", "launch"])
 @pytest.mark.parametrize("wide", [True, False], ids=["wide", "narrow"])
 @pytest.mark.parametrize("tile", COUNTS)
-def test_tiles_of_every_size(host: EmulatedHost, tile: int, wide: bool, routing: Any) -> None:
+def test_tiles_of_every_size(host: EmulatedHost, tile: int, wide: bool) -> None:
     ids = _ids_of(COUNTS[tile])
     mixture = Mixture(len(ids), len(COUNTS[tile]), topk=1, hidden=80, inner=48, w2_bias=F32)
-    _check(host, mixture.call(ids), replace(PLAIN, tile=tile, routing=routing, wide=wide))
+    _check(host, mixture.call(ids), replace(APART, tile=tile, routing="launch", wide=wide))
+
+
+@pytest.mark.parametrize("split", [1, 3])
+@pytest.mark.parametrize("tile", [8, 16, 32, 48, 64])
+def test_tiles_that_are_added_where_they_are(host: EmulatedHost, tile: int, split: int) -> None:
+    """Of up to 64 tokens: with an expert that all of them have, and others of some."""
+    ids = torch.zeros((64, 3), dtype=torch.int64)
+    ids[:, 1], ids[:40, 2], ids[40:, 2] = 1 + torch.arange(64) % 5, 6, -1
+    call = Mixture(64, 7, topk=3, hidden=144, inner=48, w2_bias=F32).call(ids)
+    config = replace(PLAIN, tile=tile, down=(1, 1, 2, 2, split, 1))
+    run = _check(host, call, config)
+    assert len(run.calls) == 3
+    assert run.calls[-1].grid == 3 * split
 
 
 # Cuts of both products, the largest tile, wide: those that add in pieces, those of many warpgroups
@@ -132,13 +149,12 @@ LARGE = {
 }
 
 
-@pytest.mark.parametrize("routing", ["block", "launch"])
 @pytest.mark.parametrize("name", LARGE)
-def test_large_tiles(host: EmulatedHost, name: str, routing: Any) -> None:
+def test_large_tiles(host: EmulatedHost, name: str) -> None:
     ids = _ids_of((90, 128, 40))
     call = Mixture(len(ids), 3, topk=1, hidden=144, inner=80).call(ids)
     up, down, tile, wide = LARGE[name]
-    _check(host, call, MoeConfig(up, down, tile, routing, wide=wide), order=2)
+    _check(host, call, MoeConfig(up, down, tile, "launch", added=False, wide=wide), order=2)
 
 
 @pytest.mark.parametrize("order", [0, 1, 3, 4])
@@ -151,15 +167,18 @@ def test_few_blocks_do_unit_after_unit(
     """Of tiles of different sizes, so that slots of the ring have different depths."""
     ids = _ids_of((2, 9, 8, 0, 13), topk=2)
     call = Mixture(16, 5, hidden=208, inner=144).call(ids)
-    run = _check(host, call, replace(config, routing=routing, wide=wide), order)
+    run = _check(host, call, replace(config, routing=routing, added=False, wide=wide), order)
     products = [launch for launch in run.calls if "nvfp4_moe" in launch.name]
     assert [launch.grid for launch in products] == [3, 3]  # of 12 to 20 units
+    if config is PLAIN:  # where the second product adds, its blocks have all tiles in any case
+        run = _check(host, call, replace(config, routing=routing), order)
+        assert run.calls[-1].grid == 4
 
 
 def test_a_block_for_each_unit_there_may_be(host: EmulatedHost) -> None:
     call = Mixture(16, 5, hidden=208, inner=80).call()
     for routing in ROUTINGS:
-        run = _check(host, call, replace(PLAIN, persistent=False, routing=routing))
+        run = _check(host, call, replace(APART, persistent=False, routing=routing))
         tiles = 5 if routing == "scan" else 32 // 16 + 5
         products = [launch for launch in run.calls if "nvfp4_moe" in launch.name]
         assert [launch.grid for launch in products] == [tiles * 3, tiles * 4]
@@ -243,6 +262,15 @@ def test_an_expert_twice_in_a_row(host: EmulatedHost, config: MoeConfig) -> None
     _check(host, Mixture(4, 4, topk=3).call(ids), config)
 
 
+@pytest.mark.parametrize("tile", [8, 16, 48, 64])
+def test_an_expert_many_times_in_the_columns_of_a_tile(host: EmulatedHost, tile: int) -> None:
+    """Two and three side by side, at the ends of tiles and of warps."""
+    ids = torch.tensor([[0, 1, 2]]).repeat(60, 1)
+    ids[[3, 31, 47, 59]] = torch.tensor([0, 0, 1])
+    ids[[5, 29, 30]] = 0
+    _check(host, Mixture(60, 3, topk=3).call(ids), replace(PLAIN, tile=tile))
+
+
 @pytest.mark.parametrize("config", WAYS, ids=_name)
 def test_nobody_at_all(host: EmulatedHost, config: MoeConfig) -> None:
     call = Mixture(9, 4).call(torch.full((9, 2), -1))
@@ -294,19 +322,19 @@ def test_tokens_that_are_not_finite_leave_the_others_alone(
 
 
 @pytest.mark.parametrize(
-    ("routing", "step"), [("scan", 2), ("block", 1), ("block", 2), ("launch", 1), ("launch", 2)]
+    ("routing", "added", "step"),
+    [("scan", True, ADD), ("launch", True, ADD)],
 )
 def test_not_a_word_of_shared_memory_is_too_much(
-    host: EmulatedHost, monkeypatch: pytest.MonkeyPatch, routing: Any, step: int
+    host: EmulatedHost, monkeypatch: pytest.MonkeyPatch, routing: Any, added: bool, step: int
 ) -> None:
-    """At its end are the experts of 64 slots, lists of the slots there are, or barriers."""
-    call = Mixture(32, 64, topk=2, hidden=64, inner=32).call(torch.arange(64).view(32, 2))
-    config = replace(PLAIN, routing=routing)
+    """At its end are the sums of all tokens; without those some of it is for others."""
+    call, config = Mixture(32, 3).call(), replace(PLAIN, routing=routing, added=added)
     _check(host, call, config)
     whole = Product.shared.fget  # type: ignore[attr-defined]
 
     def less(product: Product) -> Any:
-        return whole(product) - 4 * (product.step == step)
+        return whole(product) - 20 * (product.step == step)  # 16 are between the lines
 
     monkeypatch.setattr(Product, "shared", property(less))
     with pytest.raises(EmulationError, match="shared memory"):
@@ -325,7 +353,8 @@ def test_configs_that_would_be_timed(host: EmulatedHost, size: tuple[int, int, i
     assert problem.device == DEVICE
     configs = Wgmma().configs(problem)
     kinds = (
-        lambda one: one.up[4] > 1 or one.down[4] > 1,
+        lambda one: one.down[4] > 1,
+        lambda one: one.tile != configs[0].tile,
         lambda one: not one.wide,
         lambda one: not one.persistent,
     )

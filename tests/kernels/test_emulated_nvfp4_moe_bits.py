@@ -10,13 +10,17 @@ import pytest
 import torch
 from emulated_host import EmulatedHost
 from emulation.harness import maps_of_rows
-from nvfp4_moe_cases import ADDING, BF16, CUTS, F32, PLAIN, ROUTINGS, Call, Mixture
+from nvfp4_moe_cases import ADDING, APART, BF16, CUTS, F32, PLAIN, ROUTINGS, Call, Mixture
 
 from gristmill.ops.nvfp4_moe import wgmma
 from gristmill.ops.nvfp4_moe.wgmma import Wgmma
 from gristmill.ops.nvfp4_moe.wgmma_configs import TILES, MoeConfig
 
-KINDS = {"whole": PLAIN, "groups": ADDING, "split": CUTS["split"]}
+KINDS = {
+    "whole": APART,
+    "groups": replace(ADDING, added=False),
+    "split": replace(CUTS["split"], added=False),
+}
 MIXTURE = Mixture(10, 5, topk=3, hidden=208, inner=144, w13_bias=F32, w2_bias=BF16, seed=4)
 
 
@@ -43,6 +47,16 @@ def _are_equal(answers: list[torch.Tensor]) -> bool:
 def test_the_order_of_threads_changes_nothing(host: EmulatedHost, kind: str, routing: Any) -> None:
     call = MIXTURE.call()
     config = replace(KINDS[kind], routing=routing)
+    assert _are_equal([call.run(host, config, order).outputs for order in (0, 1, 2, 3)])
+
+
+@pytest.mark.parametrize("split", [1, 2, 3])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_the_order_of_threads_changes_nothing_where_experts_are_added(
+    host: EmulatedHost, routing: Any, split: int
+) -> None:
+    call = MIXTURE.call()
+    config = replace(PLAIN, routing=routing, down=(1, 1, 2, 2, split, 1))
     assert _are_equal([call.run(host, config, order).outputs for order in (0, 1, 2, 3)])
 
 
@@ -76,13 +90,13 @@ def test_sizes_of_tiles_change_nothing(host: EmulatedHost, kind: str) -> None:
 def test_depth_stages_and_rows_change_nothing(host: EmulatedHost) -> None:
     """So they may be lowered where shared memory is short."""
     cuts = ((1, 2, 4, 2, 1, 1), (1, 2, 8, 3, 1, 1), (2, 2, 4, 2, 1, 1))
-    every = [replace(ADDING, up=cut, down=cut) for cut in cuts]
+    every = [replace(ADDING, up=cut, down=cut, added=False) for cut in cuts]
     assert _are_equal(_answers(host, MIXTURE.call(), every))
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_blocks_that_stay_change_nothing(host: EmulatedHost, routing: Any) -> None:
-    call, config = MIXTURE.call(), replace(PLAIN, routing=routing)
+    call, config = MIXTURE.call(), replace(APART, routing=routing)
     answers = [call.run(host, replace(config, persistent=False)).outputs]
     for resident in (1, 2):
         host.resident = resident

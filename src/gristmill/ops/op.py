@@ -101,6 +101,9 @@ class Op:
     laid_out: bool = False
     # Makes arguments of random numbers such as calls have them, where not every number is one.
     sound: Callable[..., Arguments] | None = None
+    # Calls like one, itself among them, that read other parts of the same tensors: what is timed
+    # again and again must not find them in a cache.
+    elsewhere: Callable[..., list[Arguments]] | None = None
     _plans: dict[Hashable, Plan] = field(default_factory=dict, init=False, repr=False)
     _key: Callable[..., Hashable] = field(init=False, repr=False)
     _function: Any = field(default=None, init=False, repr=False)

@@ -28,6 +28,7 @@ from gristmill.select.turns import Turns
 from gristmill.select.variant import Variant
 
 Function = Callable[..., Any]
+Elsewhere = Callable[..., list[Arguments]]
 
 # What the incumbent must be beaten by, at least; a spread larger than that counts instead.
 NOISE = 0.01
@@ -87,15 +88,19 @@ def measure(
     incumbent: str,
     l2_bytes: int = 0,
     written: Collection[int] | None = None,
+    elsewhere: Elsewhere | None = None,
 ) -> Measured:
     """Time `function(*args)` of each on copies of `args`, and say which to keep.
 
     `written`: positions of the arguments that they write to (None: perhaps all); `l2_bytes`: the
-    cache that calls must not find their arguments in. An exception in a candidate is no more than
+    cache that calls must not find their arguments in; `elsewhere` makes of one call several that
+    read other parts of what is too large to be copied. An exception in a candidate is no more than
     its failure; if all fail, the incumbent's is raised (or the first).
     """
     with _MEASURING.turn(), _undisturbed(args):
         sets = sets_for_tuning(args, l2_bytes, written=written)
+        if elsewhere is not None:
+            sets = [other for one in sets for other in elsewhere(*one)]
         timings: dict[str, Timing] = {}
         errors: dict[str, Exception] = {}
         finalists = list(functions)
@@ -135,11 +140,13 @@ def tune(
     key: str,
     written: Collection[int] = (),
     thorough: bool = False,
+    elsewhere: Elsewhere | None = None,
 ) -> Outcome:
     """Measure the variants of `problem` on `args` and make the row named `key` of it.
 
     Each variant takes part with its usual config, with `thorough` with all that it thinks worth
-    timing. Nothing is stored here.
+    timing. `elsewhere`: calls like one that read other parts of the same tensors. Nothing is stored
+    here.
     """
     choice = ranked(op_name, variants, problem)[0]
     incumbent = Candidate(choice.variant, choice.config)
@@ -161,6 +168,7 @@ def tune(
         incumbent=str(incumbent),
         l2_bytes=problem.device.l2_bytes,
         written=written,
+        elsewhere=elsewhere,
     )
     before = measured.timings.get(str(incumbent))
     return Outcome(

@@ -243,6 +243,7 @@ class _Run:
             args,
             key=problem.key(hint),
             written=op.written,
+            elsewhere=op.elsewhere,
             thorough=self._thorough,
         )
 

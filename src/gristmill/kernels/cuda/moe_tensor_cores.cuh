@@ -10,10 +10,6 @@
 #include "emulation_moe_tensor.h"
 #else
 
-// Between copies by threads that have come and telling others, whose matrix instructions read them: those look at memory in
-// another way.
-DEVICE void settle_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 #define PLACES_12 \
     PLACES_8 \
     ", %8, %9, %10, %11"

@@ -1,18 +1,20 @@
 // The products of a mixture's experts over NVFP4 weights in fragments, on Hopper: one kernel for both, and for tiles of any
 // size at once. As in nvfp4_wgmma.cu the weight is the left operand of the warpgroup's matrix instruction, decoded into
 // registers, and tokens are its columns; one warp is the producer of a ring of STAGES slots, and ROW_GROUPS * K_GROUPS
-// warpgroups take them out: group r + ROW_GROUPS * k does slab r of the unit and every K_GROUPS-th chunk. SPLIT blocks of a
-// cluster share the columns of a unit.
+// warpgroups take them out: group r + ROW_GROUPS * k does slab r of the unit and every K_GROUPS-th chunk.
 //
 // UP takes the rows of gate and up in pairs: a thread that has the sum of a gate's row has that of up beside it, and h is made
-// in registers. DOWN writes what each slot's expert gives; another kernel weighs and adds that.
+// in registers. DOWN writes what each slot's expert gives; another kernel weighs and adds that. SPLIT blocks of a cluster share
+// the columns of a unit. ADD, for few tokens, does it all: a cluster has some rows of y, its SPLIT blocks take turns at the
+// tiles, weigh and add them up in shared memory, and at the end add up what each of them has.
 //
 // Tiles are of up to MOST tokens, each of a size that fits it: experts with few tokens cost what few cost. Slots of the ring are
 // bytes: DEPTH chunks of the largest tile, or more of a smaller one, so that as much of the weight is under way. Where tiles
 // come from is the Routing.
 //
 // All sums are fp32, in the order of chunks but for those that warpgroups and blocks take in turn: which tokens share a tile,
-// and how large it is, changes nothing in a token's result.
+// and how large it is, changes nothing in a token's result. (Of ADD in which order its experts are added; that is the same on
+// every run, too.)
 #include "nvfp4_moe.cuh"
 
 template <int VALUE>
@@ -20,44 +22,40 @@ struct Size {
     static constexpr int value = VALUE;
 };
 
-// Threads of the producer: one warp, or a warpgroup that gives its registers to the others where their sums need them. Where
-// rows of x are picked one by one that is the work of a second warp.
+// Threads of the producer: one warp, or a warpgroup that gives its registers to the others where their sums need them.
 DEVICE constexpr bool raised(int groups, int most, bool known) {
     return most > 128 || (groups > 2 && most > (known ? 48 : 64)) || (groups > 3 && most > (known ? 8 : 32));
 }
-DEVICE constexpr int producers(int groups, int most, bool known, bool picks) { return raised(groups, most, known) ? 128 : picks ? 64 : 32; }
+DEVICE constexpr int threads(int groups, int most, bool known) { return 128 * groups + (raised(groups, most, known) ? 128 : 32); }
 
 template <class X, class Out, int STEP, int ROUTING, int ROW_GROUPS, int K_GROUPS, int DEPTH, int STAGES, int SPLIT, int BLOCKS, int MOST,
           int... SIZES>
-__global__ void __launch_bounds__(128 * ROW_GROUPS * K_GROUPS + producers(ROW_GROUPS * K_GROUPS, MOST, sizeof...(SIZES) > 0, STEP == UP && ROUTING == OWN), BLOCKS) nvfp4_moe(const __grid_constant__ MoeParams p) {
+__global__ void __launch_bounds__(threads(ROW_GROUPS * K_GROUPS, MOST, sizeof...(SIZES) > 0), BLOCKS) nvfp4_moe(const __grid_constant__ MoeParams p) {
     static_assert(DEPTH % (2 * K_GROUPS) == 0, "a warpgroup has an even number of chunks of a slot, as operands take turns");
     constexpr int GROUPS = ROW_GROUPS * K_GROUPS, CONSUMERS = 128 * GROUPS;
-    constexpr bool KNOWN = sizeof...(SIZES) > 0;   // tiles are of SIZES, each of which has a loop of its own
+    // Tiles are of SIZES, each of which has a loop of its own without conditions: what is missing of a unit's last slot is zeros.
+    constexpr bool KNOWN = sizeof...(SIZES) > 0;
     constexpr bool RAISED = raised(GROUPS, MOST, KNOWN);
-    static_assert(!RAISED || ROUTING != OWN, "what puts slots in order, and copies their rows, takes more registers than are left");
-    constexpr bool PICKS = STEP == UP && ROUTING == OWN;   // rows of x, one by one
-    constexpr int THREADS = CONSUMERS + producers(GROUPS, MOST, KNOWN, PICKS);
-    // Those loops are without a condition: what is missing of a unit's last slot is zeros.
-    constexpr bool PADDED = KNOWN;
     constexpr int ROWS = SLAB_ROWS * ROW_GROUPS, WEIGHT = ROW_GROUPS * (PIECE_CODES + PIECE_SCALES);
     constexpr int SLOT = (DEPTH * (MOST * 128 + WEIGHT) + 1023) / 1024 * 1024;   // bytes
-    constexpr bool WHOLE = K_GROUPS == 1 && SPLIT == 1 && !(STEP == DOWN && ROUTING == SCANNED);   // a thread writes its own sums
-    constexpr int RESULTS = WHOLE ? ROW_GROUPS * most_of_piece(MOST) * turned_line(STEP) : K_GROUPS * most_of_piece(MOST) * add_line(ROWS) * 4;
+    // A thread writes, or adds, its own sums.
+    constexpr bool WHOLE = STEP == ADD || (K_GROUPS == 1 && SPLIT == 1 && (STEP == UP || ROUTING == LISTED));
+    static_assert(STEP != ADD || (K_GROUPS == 1 && MOST <= 64), "a row is one warp's, and two columns at most one lane's");
+    constexpr int RESULTS = STEP == ADD ? 0 : WHOLE ? ROW_GROUPS * most_of_piece(MOST) * turned_line(STEP) : K_GROUPS * most_of_piece(MOST) * add_line(ROWS) * 4;
 
     char* const ring = shared_memory_1024();
     char* const results = ring + STAGES * SLOT;
     float* const factors = reinterpret_cast<float*>(results + RESULTS);
     unsigned long long* const full = reinterpret_cast<unsigned long long*>(factors + 2 * ROWS);
     unsigned long long* const empty = full + STAGES;
-    char* const lists = reinterpret_cast<char*>(empty + STAGES);
-    const Scanned scanned(lists);
-    const Own own(p, lists);
+    char* const scanned_room = reinterpret_cast<char*>(empty + STAGES);
+    const Scanned scanned(scanned_room);
+    float* const totals = reinterpret_cast<float*>(scanned_room + SCANNED_BYTES);   // ADD: of all tokens
 
     const unsigned rank = SPLIT > 1 ? cluster_rank() : 0, warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
-    const unsigned step = gridDim.x / SPLIT, start = blockIdx.x / SPLIT;
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
-            barrier_init(full + i, PICKS ? 33 : 1);
+            barrier_init(full + i, 1);
             barrier_init(empty + i, CONSUMERS / 32);
         }
         barrier_init_fence();
@@ -66,22 +64,19 @@ __global__ void __launch_bounds__(128 * ROW_GROUPS * K_GROUPS + producers(ROW_GR
     if constexpr (STEP == UP) wait_for_previous_grid();
     unsigned tile_count;
     if constexpr (ROUTING == SCANNED) {
-        tile_count = scanned.make(p);
-    } else if constexpr (ROUTING == OWN) {
-        tile_count = own.make<THREADS>(p, reinterpret_cast<unsigned*>(results));
+        tile_count = scanned.make<STEP == ADD>(p);
     } else {
         load_settled<4>(&tile_count, p.tile_count);
         __syncthreads();
     }
-    const unsigned units = uniform(tile_count) * p.row_units;
+    // Units are dealt to all blocks, or of ADD tiles to those of a cluster.
+    const unsigned units = STEP == ADD ? uniform(tile_count) : uniform(tile_count) * p.row_units;
+    const unsigned start = STEP == ADD ? rank : blockIdx.x / SPLIT, step = STEP == ADD ? SPLIT : gridDim.x / SPLIT;
     // What is listed of a tile: its expert, first position, count and size.
     const auto tile_at = [&](unsigned number) {
-        const unsigned tile = number / p.row_units;
+        const unsigned tile = STEP == ADD ? number : number / p.row_units;
         if constexpr (ROUTING == SCANNED) {
             return uint4{scanned.chosen[tile], tile * MOST, p.tokens, MOST};
-        } else if constexpr (ROUTING == OWN) {
-            const Own::Tile found = own.tiles[tile];
-            return uint4{found.expert, found.first, found.count, found.size};
         } else {
             unsigned words[4];
             load_settled<16>(words, p.tiles + tile);
@@ -90,8 +85,8 @@ __global__ void __launch_bounds__(128 * ROW_GROUPS * K_GROUPS + producers(ROW_GR
     };
     const auto unit_of = [&](unsigned number, const uint4& tile) {
         Unit unit = {tile.x, tile.y, tile.z, tile.w};
-        unit.slab = number % p.row_units * ROW_GROUPS;
-        unit.begin = SPLIT > 1 ? rank * p.share : 0;
+        unit.slab = (STEP == ADD ? blockIdx.x / SPLIT : number % p.row_units) * ROW_GROUPS;
+        unit.begin = SPLIT > 1 && STEP != ADD ? rank * p.share : 0;
         unit.end = min(unit.begin + p.share, p.chunks);
         return unit;
     };
@@ -100,14 +95,13 @@ __global__ void __launch_bounds__(128 * ROW_GROUPS * K_GROUPS + producers(ROW_GR
 
     if (warp >= CONSUMERS / 32) {   // a condition on threadIdx would keep the compiler from using uniform registers beyond it
         if constexpr (RAISED) lower_registers<24>();
-        const bool picks = PICKS && warp > CONSUMERS / 32;
-        if (threadIdx.x > CONSUMERS && !picks) return;
+        if (threadIdx.x > CONSUMERS) return;
         // A slot holds the tokens of its chunks, then for each slab codes, then for each slab scales.
         const auto fetch_weight = [&](unsigned slot, const Unit& unit, unsigned chunk, unsigned depth) {
-            const unsigned count = min(depth, unit.end - chunk), tokens = PICKS ? 0 : unit.size * 128;
-            if constexpr (PADDED) barrier_expect(full + slot, depth * (tokens + ROW_GROUPS * PIECE_SCALES) + count * (ROW_GROUPS * PIECE_CODES));
+            const unsigned count = min(depth, unit.end - chunk), tokens = unit.size * 128;
+            if constexpr (KNOWN) barrier_expect(full + slot, depth * (tokens + ROW_GROUPS * PIECE_SCALES) + count * (ROW_GROUPS * PIECE_CODES));
             else barrier_expect(full + slot, count * (tokens + WEIGHT));
-            char* const codes = ring + slot * SLOT + depth * unit.size * 128;
+            char* const codes = ring + slot * SLOT + depth * tokens;
             char* const scales = codes + ROW_GROUPS * depth * PIECE_CODES;
 #pragma unroll
             for (int r = 0; r < ROW_GROUPS; r++) {
@@ -117,27 +111,13 @@ __global__ void __launch_bounds__(128 * ROW_GROUPS * K_GROUPS + producers(ROW_GR
                 bulk_copy_constant(codes + r * depth * PIECE_CODES, p.codes + at * PIECE_CODES, count * PIECE_CODES, full + slot);
                 bulk_copy_constant(scales + r * depth * PIECE_SCALES, p.scales + at * PIECE_SCALES, count * PIECE_SCALES, full + slot);
                 // Beside zeros of tokens the weight may be anything but infinity and NaN: any codes, real scales.
-                for (unsigned i = count; PADDED && i < depth; i++)
+                for (unsigned i = count; KNOWN && i < depth; i++)
                     bulk_copy_constant(scales + (r * depth + i) * PIECE_SCALES, p.scales + at * PIECE_SCALES, PIECE_SCALES, full + slot);
             }
         };
         const auto fetch_tokens = [&](unsigned slot, const Unit& unit, unsigned chunk, unsigned depth) {
-            const unsigned count = PADDED ? depth : min(depth, unit.end - chunk), first = ROUTING == SCANNED && STEP == UP ? 0 : unit.position;
+            const unsigned count = KNOWN ? depth : min(depth, unit.end - chunk), first = ROUTING == SCANNED && STEP == UP ? 0 : unit.position;
             char* tile = ring + slot * SLOT;
-            if constexpr (PICKS) {
-                // Eight lanes copy 128 bytes of a row, in the order that tensor maps call 128-byte swizzle.
-                for (unsigned row = lane / 8; row < unit.count; row += 4) {
-                    const X* const from = static_cast<const X*>(p.x) + own.token_of[first + row] * p.x_stride;
-                    char* const to = tile + row * 128 + ((lane % 8) ^ (row % 8)) * 16;
-                    for (unsigned i = 0; i < count; i++) {
-                        const unsigned column = (chunk + i) * CHUNK_COLUMNS + lane % 8 * 8;
-                        const bool there = column < p.columns && chunk + i < unit.end;
-                        copy_async_or_zero(to + i * unit.size * 128, from + (there ? column : 0), there);
-                    }
-                }
-                copy_async_commit();
-                return;
-            }
             for (unsigned i = 0; i < count; i++, tile += unit.size * 128) {
                 const int column = (chunk + i < unit.end ? chunk + i : p.chunks) * CHUNK_COLUMNS;   // beyond the end of x there are zeros
                 unsigned row = 0;
@@ -148,7 +128,7 @@ __global__ void __launch_bounds__(128 * ROW_GROUPS * K_GROUPS + producers(ROW_GR
 
         // The weight is nobody's result: as much of it as the ring holds comes while the previous kernel still runs.
         unsigned ahead = 0;
-        if (start < units && !picks) {
+        if (start < units) {
             const Unit first = unit_of(start, tile_at(start));
             const unsigned depth = depth_of(first.size);
             for (unsigned chunk = first.begin; ahead < STAGES && chunk < first.end; chunk += depth) fetch_weight(ahead++, first, chunk, depth);
@@ -156,41 +136,28 @@ __global__ void __launch_bounds__(128 * ROW_GROUPS * K_GROUPS + producers(ROW_GR
         wait_for_previous_grid();
         launch_next_grid();
         unsigned turn = 0, slot = 0, phase = 1;
-        // What threads copy is told to the consumers when the copies of some more slots are under way, so that nobody waits for it;
-        // not so late that a consumer would have to give back the slot before it first.
-        constexpr int LATE = STAGES - 2;
-        const auto tell = [&](unsigned before) {
-            settle_copies();
-            barrier_arrive(full + (slot + STAGES - before) % STAGES);
-        };
         for (unsigned number = start; number < units; number += step) {
             const Unit unit = unit_of(number, tile_at(number));
             const unsigned depth = depth_of(unit.size);
             for (unsigned chunk = unit.begin; chunk < unit.end; chunk += depth) {
-                if (turn >= STAGES) barrier_wait(empty + slot, phase);
-                if (turn >= ahead && !picks) fetch_weight(slot, unit, chunk, depth);
-                if (!PICKS || picks) fetch_tokens(slot, unit, chunk, depth);
-                if (picks) {
-                    copy_async_wait_for<LATE>();
-                    if (turn >= LATE) tell(LATE);
+                if (turn >= ahead) {
+                    if (turn >= STAGES) barrier_wait(empty + slot, phase);
+                    fetch_weight(slot, unit, chunk, depth);
                 }
+                fetch_tokens(slot, unit, chunk, depth);
                 turn++;
                 if (++slot == STAGES) slot = 0, phase ^= 1;
             }
         }
-        if (picks) {
-            copy_async_wait_for<0>();
-            for (unsigned before = min(turn, unsigned(LATE)); before; before--) tell(before);
-        }
         return;
     }
 
-    if constexpr (RAISED) raise_registers<GROUPS < 3 ? 240 : GROUPS == 3 ? 160 : 112>();
+    if constexpr (RAISED) raise_registers<GROUPS <= 2 ? 240 : GROUPS == 3 ? 160 : 112>();
     wait_for_previous_grid();
     const unsigned row_group = ROW_GROUPS > 1 ? warp / 4 % ROW_GROUPS : 0, k_group = K_GROUPS > 1 ? warp / 4 / ROW_GROUPS : 0;
     const unsigned my_codes = threadIdx.x % 128 * 16, my_scales = warp % 4 * 64 + lane / 4 * 8;
-    const unsigned short* const slot_of = STEP == DOWN && ROUTING == OWN ? own.slot_of : nullptr;
     unsigned slot = 0, phase = 0;
+    Held held = {};
     // SIZE: that of the tile, or 0 where the compiler does not know it.
     const auto compute = [&](const Unit& unit, auto of) {
         constexpr int SIZE = decltype(of)::value, TOKENS = SIZE ? SIZE : MOST;
@@ -216,6 +183,7 @@ __global__ void __launch_bounds__(128 * ROW_GROUPS * K_GROUPS + producers(ROW_GR
             factors[threadIdx.x] = there ? factor_at<X>(p, row) : 0.0f;
             factors[ROWS + threadIdx.x] = there ? bias_at(p, row) : 0.0f;
         }
+
         // A piece is decoded while the one before it is multiplied, so a slot is free when the first piece of the next one has
         // been handed over. Two sets of operands take turns.
         unsigned last = STAGES;   // the slot to be given back
@@ -273,20 +241,36 @@ __global__ void __launch_bounds__(128 * ROW_GROUPS * K_GROUPS + producers(ROW_GR
         hold(sums);
         give_back();
 
-        if constexpr (WHOLE) {
+        float* const all = reinterpret_cast<float*>(results);
+        if constexpr (STEP == ADD) {
+            if constexpr (ROUTING == LISTED) held.merge(lane);
+            add_to_totals<TOKENS, ROW_GROUPS>(sums, factor, shift, held, totals, row_group, warp % 4, lane);
+        } else if constexpr (WHOLE) {
             char* const mine = results + row_group * (most_of_piece(MOST) * turned_line(STEP));
-            write_whole<X, Out, STEP, TOKENS>(p, unit, sums, factor, shift, mine, slot_of, row_group, warp % 4, lane);
+            write_whole<X, Out, STEP, TOKENS>(p, unit, sums, factor, shift, mine, row_group, warp % 4, lane);
         } else {
-            write_added<X, Out, STEP, ROUTING == SCANNED, TOKENS, ROW_GROUPS, K_GROUPS, SPLIT>(
-                p, unit, sums, reinterpret_cast<float*>(results), factors, slot_of, scanned, rank, row_group, k_group, warp % 4, lane);
+            write_added<X, Out, STEP, ROUTING == SCANNED, TOKENS, ROW_GROUPS, K_GROUPS, SPLIT>(p, unit, sums, all, factors, scanned, rank, row_group,
+                                                                                                 k_group, warp % 4, lane);
         }
     };
+
+    if constexpr (STEP == ADD) {
+        for (unsigned i = threadIdx.x; i < p.tokens * add_line(ROWS); i += CONSUMERS) totals[i] = 0.0f;
+        __syncwarp();
+        barrier_among(1, CONSUMERS);
+    }
+    // What is read of the next tile is on its way long before it is needed: the tile while this one is computed, the slots of its
+    // columns while this one is added, their weights while the next one is computed.
     uint4 next = {};
     if (start < units) next = tile_at(start);
+    if constexpr (STEP == ADD && ROUTING == LISTED) held.read_slots(p, next, lane);
     for (unsigned number = start; number < units; number += step) {
         Unit unit = unit_of(number, next);
         unit.size = uniform(unit.size);
-        if (number + step < units) next = tile_at(number + step);   // on its way long before it is needed
+        if constexpr (STEP == ADD && ROUTING == LISTED) held.weigh(p, unit.count, lane);
+        if constexpr (STEP == ADD && ROUTING == SCANNED) held.find(p, scanned, unit.expert, lane);
+        next = {};
+        if (number + step < units) next = tile_at(number + step);
         const auto done = [&](auto of) {
             if (sizeof...(SIZES) > 1 && unit.size != decltype(of)::value) return false;
             compute(unit, of);
@@ -294,5 +278,7 @@ __global__ void __launch_bounds__(128 * ROW_GROUPS * K_GROUPS + producers(ROW_GR
         };
         if constexpr (KNOWN) (void)(done(Size<SIZES>()) || ...);
         else compute(unit, Size<0>());
+        if constexpr (STEP == ADD && ROUTING == LISTED) held.read_slots(p, next, lane);
     }
+    if constexpr (STEP == ADD) write_totals<X, ROW_GROUPS, SPLIT>(p, blockIdx.x / SPLIT * ROW_GROUPS, totals, rank);
 }

@@ -66,10 +66,15 @@ def sizes_of(op: str, shape: tuple[int, ...], multiple: int) -> tuple[int, int, 
 def routed_example(
     rows: int, experts: int, topk: int, dtype: torch.dtype, device: torch.device | str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """topk_weights and topk_ids: distinct experts in each row, as a router picks them."""
-    weights = torch.softmax(torch.randn((rows, topk), device=device), -1).to(dtype)
-    first = torch.randint(0, max(experts, 1), (rows, 1), device=device)
-    return weights, (first + torch.arange(topk, device=device) * 3) % max(experts, 1)
+    """topk_weights and topk_ids: distinct experts in each row, as `topk_router` gives them.
+
+    In fp32, or in fp64 where x is, and int32.
+    """
+    precise = torch.float64 if dtype == torch.float64 else torch.float32
+    weights = torch.softmax(torch.randn((rows, topk), dtype=precise, device=device), -1)
+    first = torch.randint(0, max(experts, 1), (rows, 1), dtype=torch.int32, device=device)
+    others = torch.arange(topk, dtype=torch.int32, device=device) * 3
+    return weights, (first + others) % max(experts, 1)
 
 
 def tokens_of(spread: Spread, device: torch.device | str, generator: torch.Generator) -> Tokens:
@@ -183,3 +188,9 @@ def _some_missing(ids: torch.Tensor) -> torch.Tensor:
 def _skewed(ids: torch.Tensor) -> torch.Tensor:
     """Half of the tokens on two experts."""
     return torch.where((torch.arange(len(ids)) % 2 == 0).unsqueeze(-1), ids % 2, ids)
+
+
+def other_experts(ids: torch.Tensor, experts: int, count: int) -> list[torch.Tensor]:
+    """`ids`, and so many in all that name other experts, as often as these do."""
+    step = max(1, experts // count)
+    return [torch.where(ids < 0, ids, (ids + step * at) % experts) for at in range(count)]

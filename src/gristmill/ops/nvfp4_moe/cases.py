@@ -10,12 +10,20 @@ from typing import Any
 import torch
 
 from gristmill.formats.nvfp4.tensor import BLOCK, FRAGMENTS, ROWS, TILES
-from gristmill.ops.experts.cases import Spread, routed_example, sizes_of, spreads, tokens_of
+from gristmill.ops.experts.cases import (
+    Spread,
+    other_experts,
+    routed_example,
+    sizes_of,
+    spreads,
+    tokens_of,
+)
 from gristmill.ops.nvfp4_linear.cases import layout_on, packed_bytes, random_weight, sound_scales
 from gristmill.ops.nvfp4_moe.semantics import Call
 from gristmill.ops.op import Arguments, Case, Cost
 
 _BF16, _FP16 = torch.bfloat16, torch.float16
+_CALLS = 16  # that take turns when one is timed
 
 
 def forward_cost(*args: Any) -> Cost:
@@ -42,6 +50,15 @@ def sound(*args: Any) -> Arguments:
     for scales in (w13_scales, w2_scales):
         sound_scales(scales, layout)
     return args
+
+
+def elsewhere(*args: Any) -> list[Arguments]:
+    """Forward calls over other experts of the same stacks, as far as there are others."""
+    call = Call(*args)
+    experts = call.experts if call.expert_map is None else len(call.expert_map)
+    count = min(_CALLS, max(1, experts // max(1, call.topk_ids.numel())))
+    others = other_experts(call.topk_ids, max(1, experts), count)
+    return [tuple(call._replace(topk_ids=ids)) for ids in others]
 
 
 def forward_example(

@@ -260,6 +260,7 @@ NVFP4_MOE = Op(
     autocast_keys=AUTOCAST_KEYS,
     laid_out=True,
     sound=cases.sound,
+    elsewhere=cases.elsewhere,
     function=moe,
     adapt=_arguments,
 )

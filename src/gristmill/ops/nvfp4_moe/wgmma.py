@@ -1,7 +1,8 @@
 """The variant for Hopper: both products fused with what is around them, tokens in tiles by expert.
 
-Three launches: the two products, whose blocks find out by themselves who is routed where, and one
-that adds what a token's experts give. With many tokens one more, that puts them in order first.
+Few slots take two launches, the products: blocks find out by themselves who is routed where. Up to
+64 tokens are put in order by a launch before, and with more of them a last one adds what their
+experts give.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,9 +26,11 @@ from gristmill.ops.experts.routing import Routing, misfit
 from gristmill.ops.nvfp4_linear.fused import BIAS_KINDS, TYPES
 from gristmill.ops.nvfp4_moe.problem import Details
 from gristmill.ops.nvfp4_moe.wgmma_configs import (
+    ADD,
     CHUNK,
     LAUNCH,
     SCAN,
+    UP,
     MoeConfig,
     Product,
     candidates_of,
@@ -39,12 +43,12 @@ SOURCE = "nvfp4_moe.cu"
 OPTIONS = ("-default-device",)  # for generic lambdas, which cannot say that they are device code
 ACTIVATIONS = {"silu": 0, "gelu": 1, "swiglu_oai": 2}
 
-# MoeParams: two maps of x; x, codes, scales, row_scale, bias, out; tiles, tile_count; ids, map and
-# what IdFacts packs; and what is the same for all calls of a plan, packed once: x_stride;
-# bias_kind, wide_ids, wide_map, activation; limit, slope; tokens, slots; rows, inner, columns;
-# slabs, chunks, share, row_units; sizes, size_count; up to a multiple of the struct's alignment.
-CONSTANTS = struct.Struct("<q4i2f9I8II32x")
-PARAMS = struct.Struct(f"<128s128s8Q2Q{experts_ids.CONSTANTS.size}s{CONSTANTS.size}s")
+# MoeParams: two maps of x; codes, scales, row_scale, bias, out, weights; slot_of, tiles,
+# tile_count; ids, map and what IdFacts packs; and what is the same for all calls of a plan, packed
+# once: weights_row, weights_column; bias_kind, weights_kind, wide_ids, wide_map, activation; limit,
+# slope; tokens, slots; rows, inner; slabs, chunks, share, row_units; up to the struct's alignment.
+CONSTANTS = struct.Struct("<2q5i2f8I52x")
+PARAMS = struct.Struct(f"<128s128s9Q2Q{experts_ids.CONSTANTS.size}s{CONSTANTS.size}s")
 SMALL, LARGE = 8, 32  # rows of a box
 
 _LARGEST = 2**31 - 256  # sizes are 32-bit numbers, and rounded up to tiles
@@ -54,7 +58,7 @@ class Wgmma(Variant):
     """See kernels/cuda/nvfp4_moe.cu."""
 
     name = "cuda_wgmma"
-    summary = "routing, products, activation and sum in three or four launches (sm_90)"
+    summary = "routing, products, activation and sum in two to four launches (sm_90)"
     config_type = MoeConfig
 
     def supports(self, problem: Problem) -> str | None:
@@ -91,7 +95,8 @@ class Wgmma(Variant):
         """Nothing: a token is a column of each product, and its shares are added in their order.
 
         In which order a column is summed is given by the config's groups, depth and split, and by
-        the columns of the weight.
+        the columns of the weight. Where the second product adds up, experts are added in an order
+        that does depend on the others: it does not then.
         """
         return None
 
@@ -100,7 +105,9 @@ class Wgmma(Variant):
         found = [self._program(problem, up), self._program(problem, down)]
         if up.routing == LAUNCH:
             found += self._routing(problem, up).programs()
-        return (*found, *self._combine(problem, config, up).programs())
+        if down.step != ADD:
+            found += self._combine(problem, config, up).programs()
+        return tuple(found)
 
     def bind(self, problem: Problem, config: MoeConfig) -> Callable[..., Any]:
         details: Details = problem.layout
@@ -112,7 +119,7 @@ class Wgmma(Variant):
             if product.reason is not None:
                 raise DriverError(f"{self.name}: no launch by {config}: {product.reason}")
         route = self._routing(problem, up).prepare() if up.routing == LAUNCH else None
-        combine = self._combine(problem, config, up).prepare()
+        combine = None if down.step == ADD else self._combine(problem, config, up).prepare()
         tiles = min(slots, experts) + (0 if up.routing == SCAN else slots // up.tile)
         start_up = self._start(problem, config, up, tiles)
         start_down = self._start(problem, config, down, tiles)
@@ -130,12 +137,12 @@ class Wgmma(Variant):
         h_small, h_large = (
             maps_of_rows(index, x, 2, inner, lines, inner, (n, CHUNK)) for n in (SMALL, LARGE)
         )
-        constants_up = self._constants(problem, up, details.w13_bias, stride)
-        constants_down = self._constants(problem, down, details.w2_bias, inner)
+        constants_up = self._constants(problem, up, details.w13_bias)
+        constants_down = self._constants(problem, down, details.w2_bias)
         of_ids = details.ids.pack(experts)
         # One workspace: h, and what the expert of each slot gives.
         h_bytes = -(-lines * inner * 2 // 256) * 256
-        total = h_bytes + slots * hidden * (4 if config.wide else 2)
+        total = h_bytes + (0 if combine is None else slots * hidden * (4 if config.wide else 2))
         dense = torch.contiguous_format
         stream_of, empty, uint8 = launch.current_stream, torch.empty, torch.uint8
 
@@ -165,24 +172,24 @@ class Wgmma(Variant):
             stream, h_at = stream_of(index), workspace.data_ptr()
             ids_at = topk_ids.data_ptr()
             map_at = 0 if expert_map is None else expert_map.data_ptr()
-            lists = (0, 0)
-            if route is not None:  # which holds on to its results as long as `routed` lives
-                routed = route(stream, topk_ids, expert_map, hidden_states)
-                x_at = routed.x_sorted_at
-                lists = routed.tiles_at, routed.tile_count_at
-                rows_at = routed.position_of_at
-            else:
+            weights_at, y_at = topk_weights.data_ptr(), y.data_ptr()
+            lists = (0, 0, 0)
+            if route is None:
                 x_at, rows_at = hidden_states.data_ptr(), ids_at
+            else:  # it holds on to its results as long as `routed` lives
+                routed = route(stream, topk_ids, expert_map, hidden_states)
+                x_at, rows_at = routed.x_sorted_at, routed.position_of_at
+                lists = routed.slot_of_at, routed.tiles_at, routed.tile_count_at
             start_up(
                 stream,
                 x_small(x_at),
                 x_large(x_at),
-                x_at,
                 w13_codes.data_ptr(),
                 w13_scales.data_ptr(),
                 w13_row_scale.data_ptr(),
                 0 if w13_bias is None else w13_bias.data_ptr(),
                 h_at,
+                weights_at,
                 *lists,
                 ids_at,
                 map_at,
@@ -193,26 +200,28 @@ class Wgmma(Variant):
                 stream,
                 h_small(h_at),
                 h_large(h_at),
-                0,
                 w2_codes.data_ptr(),
                 w2_scales.data_ptr(),
                 w2_row_scale.data_ptr(),
                 0 if w2_bias is None else w2_bias.data_ptr(),
-                h_at + h_bytes,
+                y_at if combine is None else h_at + h_bytes,
+                weights_at,
                 *lists,
                 ids_at,
                 map_at,
                 of_ids,
                 constants_down,
             )
-            weights_at = topk_weights.data_ptr()
-            combine(stream, h_at + h_bytes, y.data_ptr(), rows_at, map_at, weights_at)
+            if combine is not None:
+                combine(stream, h_at + h_bytes, y_at, rows_at, map_at, weights_at)
             return y
 
         return launch.on_device(index, plan)
 
     def _products(self, problem: Problem, config: MoeConfig) -> tuple[Product, Product]:
-        dims = (problem.dim(name) for name in ("k", "E", "H", "I"))
+        if problem.batch_invariant:  # experts of a token would be added in the order of all tiles
+            config = replace(config, added=False)
+        dims = (problem.dim(name) for name in ("k", "H", "I"))
         return products(config, problem.rows, *dims, problem.device)
 
     def _program(self, problem: Problem, product: Product) -> Program:
@@ -224,8 +233,10 @@ class Wgmma(Variant):
     ) -> Callable[..., None]:
         program, device = self._program(problem, product), problem.device
         grid = tiles * product.row_units
+        if product.step == ADD:  # whose clusters have rows of their own, and all tiles
+            grid = product.row_units
         # The producer of a split takes no part in the meetings of its cluster: one unit each.
-        if config.persistent and product.split == 1:
+        elif config.persistent and product.split == 1:
             per_sm = launch.resident_blocks(program, device.index, product.threads, product.shared)
             grid = min(grid, per_sm * device.multiprocessors)
         call = launch.KernelCall(
@@ -267,20 +278,16 @@ class Wgmma(Variant):
             weights_strides=details.weights_strides,
         )
 
-    def _constants(
-        self, problem: Problem, product: Product, bias: torch.dtype | None, x_stride: int
-    ) -> bytes:
+    def _constants(self, problem: Problem, product: Product, bias: torch.dtype | None) -> bytes:
         details: Details = problem.layout
         tokens, hidden, inner = problem.rows, problem.dim("H"), problem.dim("I")
-        sizes = product.sizes
         return CONSTANTS.pack(
-            *(x_stride, BIAS_KINDS[bias]),
+            *details.weights_strides,
+            *(BIAS_KINDS[bias], BIAS_KINDS[details.weights]),
             *(details.ids.dtype == torch.int64, details.ids.map_dtype == torch.int64),
             ACTIVATIONS[details.activation],
             *(math.inf if details.limit is None else details.limit, details.slope),
             *(tokens, tokens * problem.dim("k")),
-            *((2 * inner, inner, hidden) if product.step == 1 else (hidden, inner, inner)),
+            *(2 * inner if product.step == UP else hidden, inner),
             *(product.slabs, product.chunks, product.share, product.row_units),
-            *(*sizes, *(0 for _ in range(8 - len(sizes)))),
-            len(sizes),
         )

@@ -31,11 +31,13 @@ KNOWN = (8, 16, 32, 48, 96)
 ONE_TILE = (8, 16, 32, 64)  # of all tokens, where slots are scanned
 TILES = tuple(SIZES)
 
-# Who puts slots in order, and how many slots there may be: nobody, as blocks only look which
-# experts there are; each block for itself; a kernel before. The numbers are the kernel's.
-SCAN, BLOCK, LAUNCH = 0, 1, 2
-MOST_SCANNED = 64
-MOST_OWN = 1024
+# Who puts slots in order: nobody, as blocks only look which experts there are; or a kernel before.
+# The numbers are the kernel's.
+SCAN, LAUNCH = 0, 1
+MOST_SCANNED = 64  # slots
+# Products: up; down; and down with the sum over a token's experts, for so many tokens.
+UP, DOWN, ADD = 1, 2, 3
+MOST_ADDED = 64
 
 # Row groups, column groups, depth, stages, split, blocks: as kernels/cuda/nvfp4_moe.cu has them.
 Cut = tuple[int, int, int, int, int, int]
@@ -45,17 +47,19 @@ Cut = tuple[int, int, int, int, int, int]
 class MoeConfig:
     """The launches of kernels/cuda/nvfp4_moe.cu for both products.
 
-    `up` and `down` are how each product is cut, `tile` is the most tokens of a tile. `routing` is
-    the least that may be done to put slots in order; with more slots than that can do it is the
-    next one. `wide`: what experts give is kept in fp32 until it is added, else in x's dtype.
-    `persistent`: as many blocks as run at once, each with unit after unit; else a block for each
-    unit that there may be.
+    `up` and `down` are how each product is cut, `tile` is the most tokens of a tile. `routing`:
+    where "scan" is allowed few slots are not put in order. `added`: the second product of up to 64
+    tokens adds up as well, by clusters of as many blocks as its split; else that has a launch of
+    its own, before which what experts give is kept in fp32 (`wide`) or in x's dtype. `persistent`:
+    as many blocks as run at once, each with unit after unit; else a block for each unit that there
+    may be.
     """
 
     up: Cut
     down: Cut
     tile: int
-    routing: Literal["scan", "block", "launch"] = "scan"
+    routing: Literal["scan", "launch"] = "scan"
+    added: bool = True
     wide: bool = True
     persistent: bool = True
 
@@ -82,7 +86,7 @@ class Product:
     shared memory has no room: that changes nothing in the order of sums.
     """
 
-    step: int  # 1: up, 2: down
+    step: int
     routing: int
     row_groups: int
     k_groups: int
@@ -95,7 +99,7 @@ class Product:
     slabs: int
     chunks: int
     share: int  # chunks for each block of a split
-    list_bytes: int  # of shared memory, for who is routed where
+    tokens: int  # of the call
     reason: str | None = None  # why there is no such launch, if so
 
     @property
@@ -120,21 +124,23 @@ class Product:
 
     @property
     def threads(self) -> int:
-        picks = self.routing == BLOCK and self.step == 1  # rows of x, by a warp of its own
-        return 128 * self.groups + (128 if self.raised else 64 if picks else 32)
+        return 128 * self.groups + (128 if self.raised else 32)
 
     @property
     def shared(self) -> int:
-        """Bytes: ring, results on their way out, factors, barriers, lists."""
+        """Bytes: ring, results on their way out, factors, barriers, what was scanned, totals."""
         rows, piece = SLAB * self.row_groups, min(self.tile, 64)
         chunk = self.tile * 128 + self.row_groups * PIECE_BYTES
         ring = self.stages * math.ceil(self.depth * chunk / 1024) * 1024
-        whole = self.k_groups == self.split == 1 and (self.step == 1 or self.routing != SCAN)
-        if whole:
-            results = self.row_groups * piece * (80 if self.step == 1 else 144)
+        whole = self.k_groups == self.split == 1
+        if self.step == ADD:
+            results = 0
+        elif whole and (self.step == UP or self.routing == LAUNCH):
+            results = self.row_groups * piece * (80 if self.step == UP else 144)
         else:
             results = self.k_groups * piece * (rows + 4) * 4
-        return ring + results + 8 * rows + 16 * self.stages + self.list_bytes
+        totals = self.tokens * (rows + 4) * 4 if self.step == ADD else 0
+        return ring + results + 8 * rows + 16 * self.stages + 1024 + totals
 
     def template(self, x: str) -> str:
         """The kernel's name for tokens of type `x`."""
@@ -154,8 +160,6 @@ class Product:
             return blocks == 1 and self.groups <= most.get(self.tile, 4)
         warps = math.ceil(blocks * self.threads / 32 / 4)  # of a quarter of the SM
         needed = {8: 80, 16: 96, 32: 120, 48: 128, 64: 112, 96: 168, 128: 160}
-        if self.routing == BLOCK and self.groups > 1:
-            needed[16] = 104
         if self.routing == SCAN:  # tiles of one size alone
             needed = {8: 80, 16: 88, 32: 96, 64: 112}
         return 512 // warps // 8 * 8 >= needed[self.tile]
@@ -170,53 +174,26 @@ def _is_raised(groups: int, tile: int, known: bool) -> bool:
     )
 
 
-def _gives_registers(config: MoeConfig) -> bool:
-    """Whether blocks of either product have none left to put slots in order by themselves."""
-    known = config.tile in KNOWN
-    return any(_is_raised(cut[0] * cut[1], config.tile, known) for cut in (config.up, config.down))
-
-
 @functools.lru_cache(maxsize=4096)
 def products(
-    config: MoeConfig,
-    tokens: int,
-    topk: int,
-    experts: int,
-    hidden: int,
-    inner: int,
-    device: Device,
+    config: MoeConfig, tokens: int, topk: int, hidden: int, inner: int, device: Device
 ) -> tuple[Product, Product]:
     """Both products of a call."""
-    slots, tile, sizes = tokens * topk, config.tile, (hidden, inner, device)
-    if config.routing == "scan" and slots <= MOST_SCANNED:
-        one_tile = next(size for size in ONE_TILE if size >= tokens)
-        return _products(config, SCAN, one_tile, 768, *sizes)
-    if config.routing != "launch" and slots <= MOST_OWN and not _gives_registers(config):
-        lists = (experts + 1) // 2 * 8 + (min(experts, slots) + slots // tile) * 8 + 6 * slots
-        both = _products(config, BLOCK, tile, lists, *sizes)
-        if all(one.reason is None for one in both):
-            return both
-    return _products(config, LAUNCH, tile, 0, *sizes)
+    routing, tile = LAUNCH, config.tile
+    if config.routing == "scan" and tokens * topk <= MOST_SCANNED:
+        routing, tile = SCAN, next(size for size in ONE_TILE if size >= tokens)
+    added = config.added and max(tokens, tile) <= MOST_ADDED and config.down[1] == 1
 
-
-def _products(
-    config: MoeConfig,
-    routing: int,
-    tile: int,
-    lists: int,
-    hidden: int,
-    inner: int,
-    device: Device,
-) -> tuple[Product, Product]:
     def product(step: int, cut: Cut, rows: int, columns: int) -> Product:
         row_groups, k_groups, depth, stages, split, blocks = cut
         chunks = math.ceil(columns / CHUNK)
-        share = math.ceil(chunks / split)
+        share = chunks if step == ADD else math.ceil(chunks / split)
 
         def of(reason: str | None = None) -> Product:
             return Product(
                 *(step, routing, row_groups, k_groups, depth, stages, split, blocks, tile),
-                *(config.wide or step == 1, math.ceil(rows / SLAB), chunks, share, lists, reason),
+                *(config.wide or step != DOWN, math.ceil(rows / SLAB), chunks, share, tokens),
+                reason,
             )
 
         room = device.shared_per_block
@@ -232,15 +209,17 @@ def _products(
             blocks -= 1
         if shared > room:
             return of(f"needs {shared} bytes of shared memory, and a block has {room}")
-        if (split - 1) * share >= chunks:
+        if step != ADD and (split - 1) * share >= chunks:
             return of(f"{chunks} chunks of columns cannot be split in {split}")
         if not of().has_registers(1):
-            return of(
-                f"{row_groups * k_groups} warpgroups with tiles of {tile} need more registers"
-            )
+            return of(f"tiles of {tile} need more registers than {of().groups} warpgroups have")
         return of()
 
-    return product(1, config.up, 2 * inner, hidden), product(2, config.down, hidden, inner)
+    down = config.down
+    if config.added and not added:  # its split was to add by
+        down = (*down[:4], 1, down[5])
+    up = product(UP, config.up, 2 * inner, hidden)
+    return up, product(ADD if added else DOWN, down, hidden, inner)
 
 
 # Cuts that won somewhere when sensible ones were timed (H200, bf16; Qwen3-30B and DeepSeek-V3), by
@@ -250,11 +229,10 @@ _D, _E, _F = (2, 1, 4, 3, 1, 2), (2, 1, 4, 4, 1, 2), (2, 1, 2, 4, 1, 2)
 _G, _H, _I = (3, 1, 4, 3, 1, 1), (4, 1, 4, 3, 1, 1), (3, 1, 2, 4, 1, 1)
 _J, _K, _L = (3, 1, 2, 3, 1, 1), (3, 1, 4, 2, 1, 1), (2, 1, 2, 3, 1, 1)
 _CUTS: tuple[tuple[float, int, tuple[Cut, ...], tuple[Cut, ...]], ...] = (
-    (1.5, 8, (_B, _A, _C, _E), (_D, _E, _A, _F)),
+    (1.5, 8, (_B, _A, _C, _E), (_D, _E, _A)),
     (5.0, 8, (_D, _B, _A), (_D, _B)),
     (12.0, 16, (_A, _E, _D), (_D, _E, _A)),
     (40.0, 48, (_H, _G), (_H, _G)),
-    (100.0, 128, (_I,), (_I, _J)),
     (math.inf, 128, (_I,), (_I, _J)),
 )
 # Beside those, of the neighbours: the first cuts of each.
@@ -269,7 +247,6 @@ _FIRST: dict[int, tuple[Cut, Cut]] = {
     128: (_I, _I),
     192: (_L, _L),
 }
-_FEW_TOKENS = 64
 # More than this of fp32 results would not stay in the L2 cache until they are added.
 _WIDE_BYTES = 32 << 20
 
@@ -279,7 +256,7 @@ def candidates(
     tokens: int, topk: int, experts: int, hidden: int, inner: int, device: Device
 ) -> tuple[MoeConfig, ...]:
     """The configs worth timing, the likely best one first."""
-    sizes = (tokens, topk, experts, hidden, inner, device)
+    sizes = (tokens, topk, hidden, inner, device)
     return tuple(
         config
         for config in dict.fromkeys(_all(tokens, topk, experts, hidden))
@@ -297,10 +274,16 @@ def _all(tokens: int, topk: int, experts: int, hidden: int) -> Iterator[MoeConfi
     each = slots / max(1, experts)
     wide = slots * hidden * 4 <= _WIDE_BYTES
     _, tile, ups, downs = next(cuts for cuts in _CUTS if each <= cuts[0])
-    # Up to 64 tokens nothing is launched but products and sum.
-    routing: Literal["scan", "launch"] = "scan" if tokens <= _FEW_TOKENS else "launch"
-    for up in ups:
-        for down in downs:
-            yield MoeConfig(up, down, tile, routing, wide)
-    for other in _OTHERS[tile]:
-        yield MoeConfig(*_FIRST[other], other, routing, wide)
+    # Of scanned slots sums have a launch of their own first: there are three at most then, too.
+    if tokens > MOST_ADDED or slots <= MOST_SCANNED:
+        for up in ups:
+            for down in downs:
+                yield MoeConfig(up, down, tile, "scan", False, wide)
+        for other in _OTHERS[tile]:
+            yield MoeConfig(*_FIRST[other], other, "scan", False, wide)
+    if tokens <= MOST_ADDED:
+        small = min(tile, 64)
+        for up in ups[:2]:
+            for down in (_B, _E, _A):
+                for split in (8, 4):
+                    yield MoeConfig(up, (*down[:4], split, down[5]), small, "scan", True)
