@@ -276,6 +276,11 @@ def test_what_experts_do_not_have() -> None:
         tasks("cuda", suites=["linear"], models=["tiny"])
     with pytest.raises(ArgumentError, match="none of these tasks has them"):
         tasks("cuda", suites=["nvfp4_moe"], layers=[(64, 64)])
+    names, shapes = ["nvfp4_moe"], [(4, 8, 2, 64, 32)]
+    with pytest.raises(ArgumentError, match="a shape by hand has both"):
+        tasks("cuda", names=names, shapes=shapes, models=["deepseek-v3"])
+    with pytest.raises(ArgumentError, match="a shape by hand has both"):
+        tasks("cuda", names=names, shapes=shapes, rows=[1], routings=["skewed"])
     with pytest.raises(ArgumentError, match=r"unknown model 'deepseek' \(did you mean deepseek-v3"):
         tasks("cuda", models=["deepseek"])
     with pytest.raises(ArgumentError, match="unknown routing 'odd': there are uniform, skewed"):

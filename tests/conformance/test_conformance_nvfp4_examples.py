@@ -83,3 +83,36 @@ def call_for(op: Op, arch: str) -> tuple[Any, ...]:
 
 def as_tuple(result: Any) -> tuple[torch.Tensor, ...]:
     return (result,) if isinstance(result, torch.Tensor) else tuple(result)
+
+
+@pytest.mark.parametrize("case", ["plain", "strided", "expanded", "mapped"])
+def test_calls_over_other_experts_are_laid_out_as_the_first(case: str) -> None:
+    """Plans are made for the strides of ids; what takes no part goes on to take none."""
+    op = OPS["nvfp4_moe"]
+    args = list(op.example((1, 8, 2, 32, 16), torch.bfloat16, "cpu"))
+    ids = torch.tensor([[5, -1]], dtype=torch.int32)
+    if case == "strided":
+        ids = torch.tensor([[5, 0, -1, 0]], dtype=torch.int32)[:, ::2]
+    if case == "expanded":
+        args = list(op.example((3, 24, 1, 32, 16), torch.bfloat16, "cpu"))
+        ids = torch.tensor([[5]], dtype=torch.int32).expand(3, 1)
+    if case == "mapped":
+        args[13] = torch.arange(20, dtype=torch.int32) % 8
+        ids = torch.tensor([[5, 40]], dtype=torch.int32)
+    args[2] = ids
+    assert op.elsewhere is not None
+    calls = op.elsewhere(*args)
+    assert calls[0] == tuple(args)
+    found = [call[2] for call in calls]
+    assert {(one.stride(), one.dtype, one.shape) for one in found} == {
+        (ids.stride(), ids.dtype, ids.shape)
+    }
+    first = [one[0, 0].item() for one in found]
+    experts = {"expanded": 24, "mapped": 20}.get(case, 8)
+    assert len(calls) == len(set(first)) == experts // ids.numel()
+    assert all(0 <= one < experts for one in first)
+    if case != "expanded":
+        assert {one[0, 1].item() for one in found} == {ids[0, 1].item()}
+    for call in calls:
+        op.check(*call)
+        assert all(one is other for one, other in zip(call[3:9], args[3:9], strict=True))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from emulated_host import EmulatedHost, Run
 
+from gristmill.ops.experts.ids import IdFacts
+from gristmill.ops.experts.routing import Routing
+from gristmill.select.device import Device
 from gristmill.select.variant import Variant
 
 UNSET = -7  # what tensors of integers start as
@@ -27,6 +31,26 @@ class Step(Variant):
     def bind(self, problem: Any, config: Any) -> Callable[..., Any]:
         run = self._prepare()
         return lambda *args: run(0, *args)
+
+
+def routing_of(
+    device: Device,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    experts: int,
+    x: torch.Tensor | None = None,
+    **asked: Any,
+) -> Routing:
+    """For calls with tensors like these; elements of a row of `x` are side by side."""
+    facts = IdFacts.of(topk_ids, expert_map)
+    if x is None:
+        return Routing(device, facts, experts, **asked)
+    size = x.element_size()
+    row_bytes = x.shape[1] * size
+    stride = x.stride(0) * size if len(x) > 1 else row_bytes
+    access = math.gcd(16, row_bytes, stride, x.data_ptr())
+    rows = {"row_bytes": row_bytes, "row_stride": stride, "access": access}
+    return Routing(device, facts, experts, **rows, **asked)
 
 
 def run_step(

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from nvfp4_moe_cases import CUTS, PLAIN
+from nvfp4_moe_cases import CUTS, PLAIN, ROUTINGS
 
 from gristmill.errors import CompilerUnavailable, DriverError
 from gristmill.jit import Program
@@ -60,7 +60,7 @@ def _problem(tokens: int, sizes: Sizes, dtype: torch.dtype = torch.bfloat16) -> 
 
 
 def _products(problem: Problem, config: MoeConfig) -> tuple[Product, Product]:
-    dims = (problem.dim(name) for name in ("k", "E", "H", "I"))
+    dims = (problem.dim(name) for name in ("k", "H", "I"))
     return products(config, problem.rows, *dims, problem.device)
 
 
@@ -94,7 +94,7 @@ def _registers_after(groups: int) -> int:
     text = SOURCE.read_text()
     (given,) = re.findall(r"lower_registers<(\d+)>", text)
     (choice,) = re.findall(r"raise_registers<(.*)>\(\)", text)
-    found = re.fullmatch(r"GROUPS < 3 \? (\d+) : GROUPS == 3 \? (\d+) : (\d+)", choice)
+    found = re.fullmatch(r"GROUPS <= 2 \? (\d+) : GROUPS == 3 \? (\d+) : (\d+)", choice)
     assert found is not None
     return 128 * int(given) + 128 * groups * int(found[min(max(groups - 1, 1), 3)])
 
@@ -141,11 +141,12 @@ def test_what_is_timed_is_within_limits(dtype: torch.dtype) -> None:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("routing", ["scan", "block", "launch"])
+@pytest.mark.parametrize("added", [True, False], ids=["added", "apart"])
+@pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("name", CUTS)
-def test_every_kind_is_within_limits(name: str, routing: Any) -> None:
+def test_every_kind_is_within_limits(name: str, routing: Any, added: bool) -> None:
     problem = _problem(9, (4, 2, 4096, 4096))
-    config = replace(CUTS[name], routing=routing)
+    config = replace(CUTS[name], routing=routing, added=added)
     programs = Wgmma().programs(problem, config)
     for program, product in zip(programs[:2], _products(problem, config), strict=True):
         assert _excess(program, product) is None
@@ -162,11 +163,9 @@ def test_every_kind_is_within_limits(name: str, routing: Any) -> None:
     ids=str,
 )
 def test_producers_that_give_registers_away(cut: Any, tile: int) -> None:
-    """Those have none for blocks that put slots in order by themselves, however few there are."""
     problem = _problem(100, MODELS["Qwen3-30B-A3B"])
     config = replace(PLAIN, up=cut, down=cut, tile=tile)
     programs = Wgmma().programs(problem, config)
-    assert len(programs) == 4
     for program, product in zip(programs[:2], _products(problem, config), strict=True):
         assert product.reason is None
         assert product.raised
@@ -175,23 +174,21 @@ def test_producers_that_give_registers_away(cut: Any, tile: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("routing", ["scan", "block", "launch"])
-@pytest.mark.parametrize("groups", [(1, 1), (2, 1), (1, 2), (3, 1), (1, 4)], ids=str)
+@pytest.mark.parametrize("added", [True, False], ids=["added", "apart"])
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("groups", [(1, 1), (2, 1), (1, 2), (3, 1), (4, 1), (1, 4)], ids=str)
 def test_as_many_blocks_as_are_said_to_have_registers(
-    groups: tuple[int, int], routing: Any
+    groups: tuple[int, int], routing: Any, added: bool
 ) -> None:
     """Of the smallest ring, so that it is registers that limit them."""
     cut = (*groups, 2 * groups[1], 2, 1, 16)
     found = []
     for tile in (8, 16, 32, 64) if routing == "scan" else TILES:
-        tokens = tile if routing == "scan" else 100
-        problem = _problem(tokens, (8, 1, 2048, 768))
-        config = replace(PLAIN, up=cut, down=cut, tile=tile, routing=routing)
+        problem = _problem(tile if routing == "scan" else 50, (8, 1, 2048, 768))
+        config = replace(PLAIN, up=cut, down=cut, tile=tile, routing=routing, added=added)
         both = _products(problem, config)
-        if any(one.reason is not None for one in both):
-            continue
         for program, product in zip(Wgmma().programs(problem, config)[:2], both, strict=True):
-            reason = _excess(program, product)
+            reason = None if product.reason is not None else _excess(program, product)
             if reason is not None:
                 found.append(f"{program.names[0]}: {reason}")
     assert not found
@@ -220,7 +217,7 @@ def test_every_problem_has_a_config(sizes: Sizes) -> None:
                 assert product.reason is None
                 assert product.shared <= problem.device.shared_per_block
             programs = Wgmma().programs(problem, config)
-            assert len(programs) in (3, 4)
+            assert 2 <= len(programs) <= 4
             assert Wgmma().source_hash(problem, config)
 
 
@@ -228,6 +225,7 @@ def test_every_problem_has_a_config(sizes: Sizes) -> None:
 def test_a_config_for_other_rows_has_a_launch(sizes: Sizes) -> None:
     """Where results must not depend on the batch, one config serves any number of tokens."""
     for config in Wgmma().configs(_problem(CANONICAL_ROWS, sizes)):
+        assert not config.added  # experts would be added in an order that depends on the others
         for tokens in (1, 5, 8, 9, 16, 21, 33, 64, 65, 103, 128, 129, 200, 1024, 5000):
             both = _products(_problem(tokens, sizes), config)
             assert [one.reason for one in both] == [None, None], (tokens, config)
@@ -253,7 +251,7 @@ def test_a_config_survives_a_table() -> None:
     [
         ({"tile": 24}, "tile=24"),
         ({"tile": 0}, "tile=0"),
-        ({"routing": "nobody"}, "routing"),
+        ({"routing": "block"}, "routing"),
         ({"up": (0, 1, 2, 2, 1, 1)}, "less than one"),
         ({"up": (1, 0, 2, 2, 1, 1)}, "less than one"),
         ({"down": (1, 1, 2, 2, 0, 1)}, "too much of a split"),
@@ -280,8 +278,11 @@ def test_a_config_that_is_none_is_not_taken_from_a_table(
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (MoeConfig((3, 1, 2, 2, 1, 1), PLAIN.down, 192), "3 warpgroups with tiles of 192 need"),
-        (MoeConfig(PLAIN.up, (1, 1, 2, 2, 8, 1), 16), "2 chunks of columns cannot be split in 8"),
+        (MoeConfig((3, 1, 2, 2, 1, 1), PLAIN.down, 192), "tiles of 192 need more registers than 3"),
+        (
+            MoeConfig(PLAIN.up, (1, 1, 2, 2, 8, 1), 16, added=False),
+            "2 chunks of columns cannot be split in 8",
+        ),
         (MoeConfig(PLAIN.up, (2, 1, 2, 2, 1, 1), 128), "shared memory, and a block has 49152"),
     ],
 )

@@ -15,6 +15,7 @@ from moe_steps import (
     filled_empty,
     local_experts,
     random_ids,
+    routing_of,
     run_step,
 )
 
@@ -49,8 +50,8 @@ def _route(
     order: int = 0,
     **asked: Any,
 ) -> Run:
-    one = Routing.of(DEVICE, ids, expert_map, experts, x=x, **asked)
-    assert one.misfit() is None
+    one = routing_of(DEVICE, ids, expert_map, experts, x=x, **asked)
+    assert misfit(one.device, one.experts) is None
     host.build(one.programs())
     return run_step(host, one.prepare, (ids, expert_map, x), order=order)
 
@@ -213,7 +214,7 @@ def test_rows_of_any_length(
 ) -> None:
     """More and less than a warp moves at a time."""
     ids, x = random_ids(11, 3, 8), _tokens(11, columns, dtype)
-    assert Routing.of(DEVICE, ids, None, 8, x=x).access == access
+    assert routing_of(DEVICE, ids, None, 8, x=x).access == access
     _check(_route(host, ids, 8, x=x).outputs, ids, 8, x=x)
 
 
@@ -267,20 +268,20 @@ def test_rows_that_nobody_wants_are_not_read(host: EmulatedHost) -> None:
 
 def test_launches(host: EmulatedHost) -> None:
     ids = random_ids(4096, 8, 256)
-    many = Routing.of(KNOWN["sm_90a"], ids, None, 256, x=torch.zeros(4096, 8), sizes=SIZES)
+    many = routing_of(KNOWN["sm_90a"], ids, None, 256, x=torch.zeros(4096, 8), sizes=SIZES)
     assert many.threads == 1024
     # One is left for the list of tiles.
     assert many.share == 251
     assert -(-many.slots // many.share) == 131
-    few = Routing.of(KNOWN["sm_90a"], ids[:9], None, 256, x=torch.zeros(9, 8))
+    few = routing_of(KNOWN["sm_90a"], ids[:9], None, 256, x=torch.zeros(9, 8))
     assert (few.threads, few.share) == (256, 1)
     # Nothing is moved: less than a warp's worth of slots is not worth a block.
-    assert Routing.of(KNOWN["sm_90a"], ids[:9], None, 256).share == 32
+    assert routing_of(KNOWN["sm_90a"], ids[:9], None, 256).share == 32
 
 
 def test_an_older_gpu_waits_for_the_previous_kernel_to_end(host: EmulatedHost) -> None:
     ids = random_ids(5, 2, 4)
-    one = Routing.of(KNOWN["sm_80"], ids, None, 4)
+    one = routing_of(KNOWN["sm_80"], ids, None, 4)
     run = run_step(host, one.prepare, (ids, None))
     assert [call.dependent for call in run.calls] == [False]
     _check(run.outputs, ids, 4)
@@ -289,7 +290,7 @@ def test_an_older_gpu_waits_for_the_previous_kernel_to_end(host: EmulatedHost) -
 @pytest.mark.parametrize("sizes", [(0, 8), (8, 8), (16, 8), (-1,), tuple(range(1, 10))], ids=str)
 def test_bad_sizes(sizes: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="at most 8 ascending positive numbers"):
-        Routing.of(DEVICE, random_ids(5, 2, 4), None, 4, sizes=sizes)
+        routing_of(DEVICE, random_ids(5, 2, 4), None, 4, sizes=sizes)
 
 
 def test_bad_counts_of_slots() -> None:

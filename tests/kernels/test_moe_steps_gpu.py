@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from moe_steps import random_ids
+from moe_steps import random_ids, routing_of
 
 from gristmill.ops import launch
 from gristmill.ops.experts.combine import Combine
 from gristmill.ops.experts.ids import IdFacts
-from gristmill.ops.experts.routing import Routed, Routing
+from gristmill.ops.experts.routing import Routed
 from gristmill.select.device import device_of
 
 pytestmark = pytest.mark.gpu
@@ -61,7 +61,7 @@ def test_routing(tokens: int, topk: int, experts: int, columns: int) -> None:
     ids = random_ids(tokens, topk, experts).cuda()
     ids[:, -1:][ids[:, :1] % 5 == 0] = -1
     x = torch.randn(tokens, columns, device="cuda").to(BF16)
-    routing = Routing.of(device_of("cuda"), ids, None, experts, x=x, sizes=SIZES, positions=True)
+    routing = routing_of(device_of("cuda"), ids, None, experts, x=x, sizes=SIZES, positions=True)
     route = routing.prepare()
     for _ in range(3):
         _check(route(launch.current_stream(0), ids, None, x), ids, experts, x)
@@ -71,7 +71,7 @@ def test_a_graph_takes_any_routing() -> None:
     tokens, topk, experts = 300, 4, 32
     ids = random_ids(tokens, topk, experts, dtype=torch.int64).cuda()
     x = torch.randn(tokens, 256, device="cuda").to(BF16)
-    routing = Routing.of(device_of("cuda"), ids, None, experts, x=x, sizes=SIZES, positions=True)
+    routing = routing_of(device_of("cuda"), ids, None, experts, x=x, sizes=SIZES, positions=True)
     route = routing.prepare()
     route(launch.current_stream(0), ids, None, x)
     graph = torch.cuda.CUDAGraph()

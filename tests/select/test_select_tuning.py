@@ -39,7 +39,7 @@ class Stopwatch:
     ) -> dict[str, Timing | Exception]:
         self.rounds.append((list(functions), samples))
         self.options.append(options)
-        self.sets.append(argsets)
+        self.sets.append(list(argsets))
         return {name: self._result(name, samples) for name in functions}
 
     def _result(self, name: str, samples: int) -> Timing | Exception:
@@ -103,6 +103,20 @@ def test_up_to_four_meet_in_one_round(watch: Any) -> None:
     measure(dict.fromkeys("abcd", lambda: None), (), incumbent="a")
     assert made.rounds == [(["a", "b", "c", "d"], 9)]
     assert made.options[0]["hopeless"] == tuning.HOPELESS
+
+
+def test_calls_that_read_other_parts_take_turns(watch: Any) -> None:
+    made, x, ids = watch({"a": 1.0}), torch.randn(3), torch.arange(3)
+    measure(
+        {"a": lambda *args: None},
+        (x, ids),
+        incumbent="a",
+        written=(),
+        elsewhere=lambda x, ids: [(x, ids), (x, ids + 3)],
+    )
+    (sets,) = made.sets
+    assert [found.tolist() for _, found in sets] == [[0, 1, 2], [3, 4, 5]]
+    assert all(found is x for found, _ in sets)
 
 
 def test_more_go_through_heats_and_the_incumbent_is_always_in_the_last_round(watch: Any) -> None:

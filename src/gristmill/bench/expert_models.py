@@ -47,7 +47,7 @@ MODELS: Mapping[str, Model] = {
         Model("gpt-oss-120b", 128, 4, 2880, 2880, bias=True, activation="swiglu_oai", limit=7.0),
     )
 }
-# For a CPU, whose times are there for ratios only; with all that a layer may have.
+# For a CPU, whose times are there for ratios only.
 TINY = Model("tiny", 8, 2, 128, 64)
 KNOWN: Mapping[str, Model] = {**MODELS, TINY.name: TINY}
 

@@ -318,6 +318,8 @@ def tasks(
     models = [known("model", name, KNOWN) for name in models]
     routings = [known("routing", name, ROUTINGS) for name in routings]
     if layers or rows or models or routings:
+        if shapes and (models or (rows and routings)):
+            raise ArgumentError("models and rows choose among a suite's; a shape by hand has both")
         chosen = _filtered(chosen, bool(layers), bool(models or routings), bool(shapes))
     dtypes = [known("dtype", dtype, DTYPES) for dtype in dtypes] or ["bfloat16"]
     found: list[Task] = []

@@ -12,9 +12,22 @@ constexpr unsigned WHOLE_WARP = 0xffffffffu;
 // As load_global, of what was written by a kernel BEFORE the previous one in the stream: it may be called before
 // wait_for_previous_grid. That is so only behind a kernel whose blocks wait for theirs before they let the next one start:
 // wait_for_previous_grid(), then launch_next_grid().
+//
+// Past L1, which may still have what stood there in an earlier replay of a graph.
 template <int BYTES>
 DEVICE void load_settled(unsigned* out, const void* pointer) {
-    load_global<BYTES>(out, pointer);
+    if constexpr (BYTES == 16) {
+        asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3]) : "l"(pointer));
+    } else if constexpr (BYTES == 8) {
+        asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];" : "=r"(out[0]), "=r"(out[1]) : "l"(pointer));
+    } else if constexpr (BYTES == 4) {
+        asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(out[0]) : "l"(pointer));
+    } else {
+        static_assert(BYTES == 2, "no such access");
+        unsigned short half;
+        asm volatile("ld.relaxed.gpu.global.u16 %0, [%1];" : "=h"(half) : "l"(pointer));
+        out[0] = half;
+    }
 }
 
 // ---- all 32 lanes of a warp ----

@@ -170,6 +170,7 @@ DEVICE void write_whole(const MoeParams& p, const Unit& unit, const float (&sums
             const unsigned word = __float_as_uint(sums[i] * factor[i / 2 % 2] + shift[i / 2 % 2]);
             store_global<4>(static_cast<float*>(p.out) + static_cast<unsigned long long>(unit.position + column) * p.rows + row, &word);
         }
+        __syncwarp();
     } else {
         using Result = typename Either<STEP == UP, X, Out>::type;
         constexpr int LINE = turned_line(STEP), ROWS = STEP == UP ? 32 : 64, TOKENS = piece_of(MOST);
@@ -198,6 +199,7 @@ DEVICE void write_whole(const MoeParams& p, const Unit& unit, const float (&sums
                     to[8] = pair.bits(0), to[LINE / 2 + 8] = pair.bits(1);
                 }
             }
+            __syncwarp();   // the activation may have parted them
             barrier_among(1 + row_group, 128);
             for (unsigned i = number; i < TOKENS * (ROWS / 8); i += 128) {
                 const unsigned within = i / (ROWS / 8), column = piece * TOKENS + within, row = slab * ROWS + i % (ROWS / 8) * 8;
@@ -344,6 +346,7 @@ struct Held {
             for (unsigned at = column * p.ids.topk; at < (column + 1) * p.ids.topk; at++)
                 if (scanned.expert[at] == expert) token[i] = column, weight[i] += scanned.weight[at];
         }
+        __syncwarp();
     }
 };
 

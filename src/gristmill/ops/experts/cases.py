@@ -191,6 +191,19 @@ def _skewed(ids: torch.Tensor) -> torch.Tensor:
 
 
 def other_experts(ids: torch.Tensor, experts: int, count: int) -> list[torch.Tensor]:
-    """`ids`, and so many in all that name other experts, as often as these do."""
+    """`ids`, and so many in all that name other experts, as often as these do.
+
+    All lie in memory as `ids` do: plans are made for that. An id that takes no part stays.
+    """
     step = max(1, experts // count)
-    return [torch.where(ids < 0, ids, (ids + step * at) % experts) for at in range(count)]
+    there = (ids >= 0) & (ids < experts)
+    moved = [torch.where(there, (ids + step * at) % experts, ids) for at in range(1, count)]
+    return [ids, *(_laid_like(ids, one) for one in moved)]
+
+
+def _laid_like(like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """`values` with the strides of `like`, also where those leave gaps or have rows be one."""
+    place = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    whole = tuple(slice(0, 1) if step == 0 else slice(None) for step in like.stride())
+    place[whole] = values[whole]
+    return place

@@ -161,32 +161,6 @@ class Routing:
         if self.slots < 1 or self.slots >= 1 << 31:
             raise ValueError(f"a routing needs 1 to 2^31 - 1 slots, got {self.slots}")
 
-    @classmethod
-    def of(
-        cls,
-        device: Device,
-        topk_ids: torch.Tensor,
-        expert_map: torch.Tensor | None,
-        experts: int,
-        *,
-        x: torch.Tensor | None = None,
-        sizes: tuple[int, ...] = (),
-        positions: bool = False,
-    ) -> Routing:
-        """For calls with tensors like these; elements of a row of `x` are side by side."""
-        row_bytes, row_stride, access = (0, 0, 16) if x is None else _rows(x)
-        facts = IdFacts.of(topk_ids, expert_map)
-        return cls(
-            device=device,
-            ids=facts,
-            experts=experts,
-            sizes=sizes,
-            row_bytes=row_bytes,
-            row_stride=row_stride,
-            access=access,
-            positions=positions,
-        )
-
     @property
     def slots(self) -> int:
         return self.ids.slots
@@ -219,10 +193,6 @@ class Routing:
     @property
     def shared(self) -> int:
         return _shared(self.experts, min(self.share, CHUNK))
-
-    def misfit(self) -> str | None:
-        """Why the device cannot route among so many experts."""
-        return misfit(self.device, self.experts)
 
     def program(self) -> Program:
         return Program("moe_route.cu", (f"moe_route<{self.ids.template},{self.access}>",))
@@ -301,11 +271,3 @@ def misfit(device: Device, experts: int) -> str | None:
 def _shared(experts: int, chunk: int) -> int:
     """Bytes: beside what experts need a word for each warp of a block and for each slot."""
     return 4 * (WORDS_PER_EXPERT * experts + WARP + chunk)
-
-
-def _rows(values: torch.Tensor) -> tuple[int, int, int]:
-    """Bytes of a row, from one row to the next, and of the widest access to all of them."""
-    size = values.element_size()
-    row_bytes = values.shape[1] * size
-    stride = values.stride(0) * size if values.shape[0] > 1 else row_bytes
-    return row_bytes, stride, math.gcd(16, row_bytes, stride, values.data_ptr())

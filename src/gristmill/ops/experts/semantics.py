@@ -43,7 +43,11 @@ class Activation(NamedTuple):
     def backward(
         self, gate: torch.Tensor, up: torch.Tensor, gradient: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gradients of gate and up, given that of the product."""
+        """The gradients of gate and up, given that of the product; zeros for what is cut.
+
+        At the limit nothing is cut yet. The gradient jumps there: whoever has rounded gate and up
+        may find one on the other side.
+        """
         passes_gate: Any = 1.0
         passes_up: Any = 1.0
         if self.limit is not None:

@@ -62,6 +62,30 @@ class SlotOrder:
         flat = values.flatten().float().unsqueeze(-1)
         return flat if self._order is None else flat[self._order]
 
+    def grouped(
+        self, values: torch.Tensor, block: Callable[[slice], torch.Tensor], most: int
+    ) -> torch.Tensor:
+        """Each slot's row of `values`, sorted, times its expert's matrix: undefined if it has none.
+
+        `block` gives the matrices of some experts, at most `most` at a time. The last ones come
+        first: the first group of a piece begins at the first row, whoever that belongs to, and what
+        it makes of the rows of earlier experts is replaced when their piece comes.
+        """
+        if self.ends is None or not self.experts_there:
+            raise RuntimeError("only slots in order, and with experts, are multiplied in groups")
+        result: torch.Tensor | None = None
+        starts = range(0, self.experts_there, most)
+        for start in reversed(starts):
+            own = slice(start, min(start + most, self.experts_there))
+            found = grouped_mm(values, block(own), offs=self.ends[own])
+            if result is None:
+                result = found
+            else:
+                line = torch.arange(self.count, device=values.device).unsqueeze(-1)
+                result = torch.where(line < self.ends[own.stop - 1], found, result)
+        assert result is not None
+        return result
+
     def in_tokens(self, values: torch.Tensor) -> torch.Tensor:
         """Values of slots ``(slots, n)`` as ``(M, k, n)``; zeros where there is no expert."""
         # What stands there is no number to count on: it is replaced, not multiplied.

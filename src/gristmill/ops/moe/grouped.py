@@ -16,7 +16,7 @@ import torch
 
 from gristmill.jit import Program
 from gristmill.ops import launch
-from gristmill.ops.experts.combine import Combine
+from gristmill.ops.experts.combine import TYPES, Combine
 from gristmill.ops.experts.routing import Routing, misfit
 from gristmill.ops.experts.semantics import Activation
 from gristmill.ops.experts.slots import GROUPS, grouped_mm
@@ -28,7 +28,6 @@ from gristmill.select.problem import Problem
 from gristmill.select.variant import Variant
 
 SOURCE = "moe_activate.cu"
-TYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "float"}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "swiglu_oai": 2}  # as in the kernel
 PARAMS = struct.Struct("<4Q2f3I4x")  # ActivateParams
 THREADS, COLUMNS, ROWS = 128, 8, 4  # as in the kernel

@@ -3,7 +3,9 @@
 Many slots are sorted by expert and go through torch's grouped mm, which reads every expert where it
 lies; on a GPU it rounds its products to bf16: it has no other result. Where it is missing, few
 slots take copies of their own experts. Biases, activation and the sums over experts are taken in
-fp32, on a CPU the products as well.
+fp32, on a CPU the products as well. What goes into a product has its dtype: on a GPU the gradients
+of gate and up, and h times what a token weighs, are rounded to that of the tokens. Which gates and
+ups are cut, both passes see by the rounded ones: the gradient is that of what forward computed.
 """
 
 from __future__ import annotations
@@ -103,27 +105,7 @@ class Slots(SlotOrder):
             return found[0] if len(found) == 1 else torch.cat(found)
         if stack.dtype == self.dtype:
             most = GROUPS  # no copies are made
-        return self._grouped(values, stack, most, self.ends)
-
-    def _grouped(
-        self, values: torch.Tensor, stack: torch.Tensor, most: int, ends: torch.Tensor
-    ) -> torch.Tensor:
-        """A piece of experts at a time, the last ones first.
-
-        The first group of a piece begins at the first row, whoever that belongs to: what it makes
-        of the rows of earlier experts is replaced when their piece comes.
-        """
-        result: torch.Tensor | None = None
-        for piece in reversed(list(pieces(len(stack), most))):
-            own = slice(piece.start, piece.stop)
-            found = grouped_mm(values, operand(stack[own].to(self.dtype)), offs=ends[own])
-            if result is None:
-                result = found
-            else:
-                line = torch.arange(self.count, device=values.device).unsqueeze(-1)
-                result = torch.where(line < ends[piece.stop - 1], found, result)
-        assert result is not None
-        return result
+        return self.grouped(values, lambda own: operand(stack[own].to(self.dtype)), most)
 
     def summed(self, left: torch.Tensor, right: torch.Tensor, idle: bool) -> torch.Tensor:
         """``(E, n, m)``: of each expert the sum over its slots of left row times right row."""

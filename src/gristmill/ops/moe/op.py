@@ -99,8 +99,16 @@ def moe_backward(dy: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
     .. math:: dt_j = d_j \cdot h_j + dy \cdot b2_{e_j}, \qquad dx = \sum_j W13_{e_j}^T \, p_j, \\
               dW13_e = \sum_{e_j = e} p_j x^T, \quad dW2_e = \sum_{e_j = e} t_j \, dy \, h_j^T
 
+    The gradient of a gate or an up that is cut at the limit is zero.
+
     Returns ``(dhidden_states, dtopk_weights, dw13, dw2, dw13_bias, dw2_bias)``, like those and
-    contiguous; the last four are empty where they are not wanted or there is no such bias.
+    contiguous; the last four are empty where they are not wanted or there is no such bias. Sums
+    are taken in fp32 (fp64 for fp64) and rounded at their end; h is rounded to the dtype of
+    `hidden_states`, as in the forward pass. On a GPU the variant ``library`` takes all products in
+    that dtype: it rounds what goes into them (p for dx and dW13, t h for dW2), and where torch's
+    grouped mm does them, in bf16, what they give (g and u before their bias, d, and what each
+    expert adds to dx). So a gate or an up within a rounding of the limit may count as cut or not.
+    The gradients of biases are sums in fp32, of p and t dy unrounded.
     """
     tensors = tuple(arg for arg in (dy, *args) if isinstance(arg, torch.Tensor))
     result: tuple[torch.Tensor, ...] = MOE_BACKWARD.call_in_backward(tensors, (dy, *args))

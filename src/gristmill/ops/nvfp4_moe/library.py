@@ -2,7 +2,9 @@
 
 Elements times block scales are exact in 16 bits, so a piece holds those; the row scales, the
 biases, the activation and the sums over experts are taken in fp32. On a GPU torch's grouped mm
-rounds its products to bf16 first: it has no other result.
+rounds its products to bf16 first: it has no other result. There the gradients of gate and up are
+rounded to the dtype of the tokens, too, before they are multiplied; and a gate or an up so close to
+the limit that this rounding takes it across is cut, or not, by the rounded value.
 """
 
 from __future__ import annotations

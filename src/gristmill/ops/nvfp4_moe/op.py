@@ -72,7 +72,9 @@ def moe(
 
     Returns:
         ``(M, H)`` of the dtype of `hidden_states`, contiguous. Sums are taken in fp32 (fp64 for
-        fp64); h is rounded to that dtype, and y at its end, in a fixed order of sums. Under
+        fp64); h is rounded to that dtype, and y at its end, in a fixed order of sums. With so many
+        bf16 tokens that what experts give would not stay in a GPU's cache in fp32, that is kept in
+        bf16 until it is weighed and added. Under
         autocast `hidden_states` become autocast's dtype. Differentiable once, in `hidden_states`
         and `topk_weights`; weights and biases are frozen.
     """
@@ -144,7 +146,14 @@ def moe_backward(dy: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tens
     .. math:: dt_j = d_j \cdot h_j + dy \cdot b2_{e_j}, \qquad
               dx = \sum_j W13_{e_j}^T \, \mathrm{act}'(g_j, u_j; t_j d_j)
 
-    Returns ``(dhidden_states, dtopk_weights)``, like those, contiguous.
+    The gradient of a gate or an up that is cut at the limit is zero.
+
+    Returns ``(dhidden_states, dtopk_weights)``, like those, contiguous. Sums are taken in fp32
+    (fp64 for fp64) and rounded at their end; h is rounded to the dtype of `hidden_states`, as in
+    the forward pass. On a GPU the variant ``library`` takes products in that dtype: it rounds
+    what goes into the last one, act', and in bf16, save for few tokens, what each gives (g and u
+    before their bias, d, and what each expert adds to dx). So a gate or an up within a rounding of
+    the limit may count as cut or not.
     """
     tensors = tuple(arg for arg in (dy, *args) if isinstance(arg, torch.Tensor))
     result: tuple[torch.Tensor, torch.Tensor] = NVFP4_MOE_BACKWARD.call_in_backward(

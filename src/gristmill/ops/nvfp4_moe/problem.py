@@ -66,7 +66,6 @@ class Details:
     ids: IdFacts  # of topk_ids and expert_map
     weights: torch.dtype  # of topk_weights, and their strides, in elements
     weights_strides: tuple[int, int]
-    dense_routing: bool  # topk_ids, topk_weights and expert_map, if there is one, are contiguous
     w13: WeightFacts
     w2: WeightFacts
     w13_bias: torch.dtype | None
@@ -75,10 +74,6 @@ class Details:
     @property
     def expert_map(self) -> torch.dtype | None:
         return self.ids.map_dtype
-
-    @property
-    def expert_map_size(self) -> int:
-        return self.ids.mapped
 
     def x_of(self, x: torch.Tensor) -> torch.Tensor:
         """x, or a dense copy where it does not lie as kernels need it."""
@@ -120,12 +115,11 @@ def _problem(op: str, device: Device, call: Call, dtypes: dict[str, torch.dtype]
 
 
 def _details(call: Call) -> Details:
-    x, weights, mapped = call.hidden_states, call.topk_weights, call.expert_map
+    x, weights = call.hidden_states, call.topk_weights
     rows, hidden = x.shape
     stride = x.stride(0) if rows > 1 else hidden
     side_by_side = hidden < 2 or x.stride(1) == 1
     aligned = not (x.data_ptr() % WIDEST or stride * x.element_size() % WIDEST)
-    routing = [call.topk_ids, weights, *([] if mapped is None else [mapped])]
     return Details(
         x=x.dtype,
         x_stride=stride if side_by_side and aligned else hidden,
@@ -134,10 +128,9 @@ def _details(call: Call) -> Details:
         activation=call.activation,
         limit=call.limit,
         slope=call.slope,
-        ids=IdFacts.of(call.topk_ids, mapped),
+        ids=IdFacts.of(call.topk_ids, call.expert_map),
         weights=weights.dtype,
         weights_strides=(weights.stride(0), weights.stride(1)),
-        dense_routing=all(part.is_contiguous() for part in routing),
         w13=WeightFacts.of(call.w13, call.w13_bias),
         w2=WeightFacts.of(call.w2, call.w2_bias),
         w13_bias=None if call.w13_bias is None else call.w13_bias.dtype,

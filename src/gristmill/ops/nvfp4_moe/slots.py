@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
 from gristmill.formats.nvfp4.tensor import BLOCK
 from gristmill.ops import nvfp4_common as common
-from gristmill.ops.experts.slots import GROUPS, SlotOrder, few, grouped_mm
+from gristmill.ops.experts.slots import GROUPS, SlotOrder, few
 from gristmill.ops.nvfp4_common import Weight, arithmetic, decoding_bytes, pieces, product
 from gristmill.ops.nvfp4_moe.semantics import Call
 
@@ -78,32 +78,7 @@ class Slots(SlotOrder):
                 for own in (slice(piece.start, piece.stop),)
             ]
             return found[0] if len(found) == 1 else torch.cat(found)
-        return self._grouped(values, block, most, self.ends)
-
-    def _grouped(
-        self,
-        values: torch.Tensor,
-        block: Callable[[slice], torch.Tensor],
-        most: int,
-        ends: torch.Tensor,
-    ) -> torch.Tensor:
-        """A piece of experts at a time, the last ones first.
-
-        The first group of a piece begins at the first row, whoever that belongs to: what it makes
-        of the rows of earlier experts is replaced when their piece comes.
-        """
-        result: torch.Tensor | None = None
-        for piece in reversed(list(pieces(self.experts_there, most))):
-            own = slice(piece.start, piece.stop)
-            found = grouped_mm(values, block(own), offs=ends[own])
-            if result is None:
-                result = found
-            else:
-                line = torch.arange(self.count, device=values.device).unsqueeze(-1)
-                result = torch.where(line < ends[piece.stop - 1], found, result)
-        if result is None:
-            raise RuntimeError("a call without experts is not computed by slots")
-        return result
+        return self.grouped(values, block, most)
 
     @property
     def _groups(self) -> int:

@@ -212,7 +212,7 @@ def _bind_part(problem: Problem, config: ExpertsConfig, tokens: int) -> Run:
         )
     first, second = products
     up_numbers, down_numbers = (numbers(problem, which, tiles) for which in PRODUCTS)
-    activation = (_fp32(math.inf if details.limit is None else details.limit), details.slope)
+    activation = (math.inf if details.limit is None else details.limit, details.slope)
     h_size, partial_size = slots * problem.dim("I"), slots * problem.dim("H")
 
     def run(call: Call, y: torch.Tensor) -> None:
@@ -263,8 +263,3 @@ def _dense(call: Call) -> Call:
         w13_bias=None if call.w13_bias is None else call.w13_bias.contiguous(),
         w2_bias=None if call.w2_bias is None else call.w2_bias.contiguous(),
     )
-
-
-def _fp32(number: float) -> float:
-    """A number that fits fp32: beyond its largest there is nothing to cut."""
-    return number if number <= torch.finfo(torch.float32).max else math.inf

@@ -101,6 +101,7 @@ class Wgmma(Variant):
         return None
 
     def programs(self, problem: Problem, config: MoeConfig) -> tuple[Program, ...]:
+        config = self._right(problem, config)
         up, down = self._products(problem, config)
         found = [self._program(problem, up), self._program(problem, down)]
         if up.routing == LAUNCH:
@@ -114,6 +115,7 @@ class Wgmma(Variant):
         index, x = problem.device.index, str(problem.dtype("x"))
         tokens, topk, experts = problem.rows, problem.dim("k"), problem.dim("E")
         hidden, inner, slots = problem.dim("H"), problem.dim("I"), tokens * topk
+        config = self._right(problem, config)
         up, down = self._products(problem, config)
         for product in (up, down):
             if product.reason is not None:
@@ -219,10 +221,16 @@ class Wgmma(Variant):
         return launch.on_device(index, plan)
 
     def _products(self, problem: Problem, config: MoeConfig) -> tuple[Product, Product]:
-        if problem.batch_invariant:  # experts of a token would be added in the order of all tiles
-            config = replace(config, added=False)
         dims = (problem.dim(name) for name in ("k", "H", "I"))
         return products(config, problem.rows, *dims, problem.device)
+
+    def _right(self, problem: Problem, config: MoeConfig) -> MoeConfig:
+        """The config, or as much of it as gives what was asked for."""
+        if problem.batch_invariant and config.added:
+            # The experts of a token would be added in an order that is that of all tiles.
+            config = replace(config, added=False, down=(*config.down[:4], 1, config.down[5]))
+        # What an expert gives may be more than fp16 holds before it is weighed.
+        return replace(config, wide=True) if problem.dtype("x") == "float16" else config
 
     def _program(self, problem: Problem, product: Product) -> Program:
         name = product.template(TYPES[str(problem.dtype("x"))])
