@@ -32,7 +32,7 @@ ARCH = "sm_90a"
 SOURCE = Path(str(resources.files("gristmill"))) / "kernels" / "cuda" / "nvfp4_moe.cu"
 REGISTERS_PER_SM, THREADS_PER_SM, SHARED_PER_SM = 65536, 2048, 228 << 10
 REGISTER_GRANULE = 8
-TOKENS = (1, 2, 8, 16, 32, 64, 100, 128, 200, 256, 512, 1024, 4096)
+TOKENS = (1, 8, 32, 64, 128, 200, 1024, 4096)
 # Experts, topk, hidden, inner.
 MODELS = {
     "Qwen3-30B-A3B": (128, 8, 2048, 768),
@@ -226,7 +226,7 @@ def test_a_config_for_other_rows_has_a_launch(sizes: Sizes) -> None:
     """Where results must not depend on the batch, one config serves any number of tokens."""
     for config in Wgmma().configs(_problem(CANONICAL_ROWS, sizes)):
         assert not config.added  # experts would be added in an order that depends on the others
-        for tokens in (1, 5, 8, 9, 16, 21, 33, 64, 65, 103, 128, 129, 200, 1024, 5000):
+        for tokens in (1, 9, 21, 64, 65, 200, 5000):
             both = _products(_problem(tokens, sizes), config)
             assert [one.reason for one in both] == [None, None], (tokens, config)
             for product, cut in zip(both, (config.up, config.down), strict=True):

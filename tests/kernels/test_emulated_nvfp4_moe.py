@@ -175,6 +175,14 @@ def test_few_blocks_do_unit_after_unit(
         assert run.calls[-1].grid == 4
 
 
+@pytest.mark.parametrize("order", [0, 1, 2, 3])
+def test_a_last_slot_with_nothing_for_some(host: EmulatedHost, order: int) -> None:
+    """Five chunks of four at a time, for two warpgroups in turn: the second one has none."""
+    ids = _ids_of((60, 50, 64))
+    call = Mixture(len(ids), 3, topk=1, hidden=272, inner=272).call(ids)
+    _check(host, call, replace(ADDING, tile=64, added=False), order)
+
+
 def test_a_block_for_each_unit_there_may_be(host: EmulatedHost) -> None:
     call = Mixture(16, 5, hidden=208, inner=80).call()
     for routing in ROUTINGS:
@@ -266,8 +274,8 @@ def test_an_expert_twice_in_a_row(host: EmulatedHost, config: MoeConfig) -> None
 def test_an_expert_many_times_in_the_columns_of_a_tile(host: EmulatedHost, tile: int) -> None:
     """Two and three side by side, at the ends of tiles and of warps."""
     ids = torch.tensor([[0, 1, 2]]).repeat(60, 1)
-    ids[[3, 31, 47, 59]] = torch.tensor([0, 0, 1])
-    ids[[5, 29, 30]] = 0
+    ids[[3, 28, 47, 59]] = torch.tensor([0, 0, 1])  # 28: columns 31 and 32
+    ids[[5, 30, 33]] = 0
     _check(host, Mixture(60, 3, topk=3).call(ids), replace(PLAIN, tile=tile))
 
 

@@ -7,6 +7,7 @@ experts give.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import struct
 from collections.abc import Callable, Sequence
@@ -40,6 +41,7 @@ from gristmill.select.problem import Problem
 from gristmill.select.variant import Variant
 
 SOURCE = "nvfp4_moe.cu"
+SOURCES = (SOURCE, "moe_route.cu", "moe_combine.cu")
 OPTIONS = ("-default-device",)  # for generic lambdas, which cannot say that they are device code
 ACTIVATIONS = {"silu": 0, "gelu": 1, "swiglu_oai": 2}
 
@@ -109,6 +111,11 @@ class Wgmma(Variant):
         if down.step != ADD:
             found += self._combine(problem, config, up).programs()
         return tuple(found)
+
+    def source_hash(self, problem: Problem, config: MoeConfig) -> str:
+        """Of all sources: which of them are launched depends on the number of tokens as well."""
+        digests = sorted(Program(source, ()).source_digest() for source in SOURCES)
+        return hashlib.sha256("\n".join(digests).encode()).hexdigest()[:16]
 
     def bind(self, problem: Problem, config: MoeConfig) -> Callable[..., Any]:
         details: Details = problem.layout
