@@ -1,8 +1,8 @@
 """The variant for Hopper: both products fused with what is around them, tokens in tiles by expert.
 
-Few slots take two launches, the products: blocks find out by themselves who is routed where. Up to
-64 tokens are put in order by a launch before, and with more of them a last one adds what their
-experts give.
+Few slots take three launches: the products, whose blocks find out by themselves who is routed
+where, and one that adds what a token's experts give. Up to 64 tokens are put in order by a launch
+before, and added by the second product; more of them take four launches.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Wgmma(Variant):
     """See kernels/cuda/nvfp4_moe.cu."""
 
     name = "cuda_wgmma"
-    summary = "routing, products, activation and sum in two to four launches (sm_90)"
+    summary = "routing, products, activation and sum in three or four launches (sm_90)"
     config_type = MoeConfig
 
     def supports(self, problem: Problem) -> str | None:

@@ -48,11 +48,11 @@ class MoeConfig:
     """The launches of kernels/cuda/nvfp4_moe.cu for both products.
 
     `up` and `down` are how each product is cut, `tile` is the most tokens of a tile. `routing`:
-    where "scan" is allowed few slots are not put in order. `added`: the second product of up to 64
-    tokens adds up as well, by clusters of as many blocks as its split; else that has a launch of
-    its own, before which what experts give is kept in fp32 (`wide`) or in x's dtype. `persistent`:
-    as many blocks as run at once, each with unit after unit; else a block for each unit that there
-    may be.
+    where "scan" is allowed few slots are not put in order. `added`: where they are, the second
+    product of up to 64 tokens adds up as well, by clusters of as many blocks as its split; else
+    that has a launch of its own, before which what experts give is kept in fp32 (`wide`) or in x's
+    dtype. `persistent`: as many blocks as run at once, each with unit after unit; else a block for
+    each unit that there may be.
     """
 
     up: Cut
@@ -182,7 +182,9 @@ def products(
     routing, tile = LAUNCH, config.tile
     if config.routing == "scan" and tokens * topk <= MOST_SCANNED:
         routing, tile = SCAN, next(size for size in ONE_TILE if size >= tokens)
-    added = config.added and max(tokens, tile) <= MOST_ADDED and config.down[1] == 1
+    # Of scanned slots sums have a launch of their own: there are three at most then, too.
+    added = config.added and routing == LAUNCH
+    added = added and max(tokens, tile) <= MOST_ADDED and config.down[1] == 1
 
     def product(step: int, cut: Cut, rows: int, columns: int) -> Product:
         row_groups, k_groups, depth, stages, split, blocks = cut
@@ -274,16 +276,14 @@ def _all(tokens: int, topk: int, experts: int, hidden: int) -> Iterator[MoeConfi
     each = slots / max(1, experts)
     wide = slots * hidden * 4 <= _WIDE_BYTES
     _, tile, ups, downs = next(cuts for cuts in _CUTS if each <= cuts[0])
-    # Of scanned slots sums have a launch of their own first: there are three at most then, too.
-    if tokens > MOST_ADDED or slots <= MOST_SCANNED:
-        for up in ups:
-            for down in downs:
-                yield MoeConfig(up, down, tile, "scan", False, wide)
-        for other in _OTHERS[tile]:
-            yield MoeConfig(*_FIRST[other], other, "scan", False, wide)
-    if tokens <= MOST_ADDED:
+    if slots > MOST_SCANNED and tokens <= MOST_ADDED:
         small = min(tile, 64)
         for up in ups[:2]:
             for down in (_B, _E, _A):
                 for split in (8, 4):
                     yield MoeConfig(up, (*down[:4], split, down[5]), small, "scan", True)
+    for up in ups:
+        for down in downs:
+            yield MoeConfig(up, down, tile, "scan", False, wide)
+    for other in _OTHERS[tile]:
+        yield MoeConfig(*_FIRST[other], other, "scan", False, wide)
