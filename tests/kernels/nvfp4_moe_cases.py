@@ -37,6 +37,10 @@ CUTS = {
     "split in 4": MoeConfig((1, 2, 4, 2, 4, 1), (2, 1, 2, 2, 2, 1), 64),
 }
 ROUTINGS: tuple[Literal["scan", "launch"], ...] = ("scan", "launch")
+# Who puts slots in order, and whether the second product adds: not where slots are scanned.
+WAYS: tuple[tuple[Literal["scan", "launch"], bool], ...] = (
+    *(("scan", False), ("launch", True), ("launch", False)),
+)
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,8 @@ class Call:
         Sums of fp32 may be off, so h may be what the next number rounds to; that goes on as a
         range.
         """
-        narrow = not config.wide and not self._is_added(config)
+        # What an expert gives may be more than fp16 holds.
+        narrow = not config.wide and self.x.dtype != F16 and not self._is_added(config)
         ids = local_ids(self.ids, self.expert_map, self.w13.codes.shape[0])
         x, dtype = self.x.double(), self.x.dtype
         wide_weight, back_weight = (dequantize(w, torch.float64) for w in (self.w13, self.w2))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from nvfp4_moe_cases import CUTS, PLAIN, ROUTINGS
+from nvfp4_moe_cases import CUTS, PLAIN, WAYS
 
 from gristmill.errors import CompilerUnavailable, DriverError
 from gristmill.jit import Program
@@ -141,8 +141,7 @@ def test_what_is_timed_is_within_limits(dtype: torch.dtype) -> None:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("added", [True, False], ids=["added", "apart"])
-@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize(("routing", "added"), WAYS)
 @pytest.mark.parametrize("name", CUTS)
 def test_every_kind_is_within_limits(name: str, routing: Any, added: bool) -> None:
     problem = _problem(9, (4, 2, 4096, 4096))
@@ -174,8 +173,7 @@ def test_producers_that_give_registers_away(cut: Any, tile: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("added", [True, False], ids=["added", "apart"])
-@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize(("routing", "added"), WAYS)
 @pytest.mark.parametrize("groups", [(1, 1), (2, 1), (1, 2), (3, 1), (4, 1), (1, 4)], ids=str)
 def test_as_many_blocks_as_are_said_to_have_registers(
     groups: tuple[int, int], routing: Any, added: bool

@@ -7,7 +7,6 @@ before, and added by the second product; more of them take four launches.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import struct
 from collections.abc import Callable, Sequence
@@ -41,7 +40,6 @@ from gristmill.select.problem import Problem
 from gristmill.select.variant import Variant
 
 SOURCE = "nvfp4_moe.cu"
-SOURCES = (SOURCE, "moe_route.cu", "moe_combine.cu")
 OPTIONS = ("-default-device",)  # for generic lambdas, which cannot say that they are device code
 ACTIVATIONS = {"silu": 0, "gelu": 1, "swiglu_oai": 2}
 
@@ -103,6 +101,11 @@ class Wgmma(Variant):
         return None
 
     def programs(self, problem: Problem, config: MoeConfig) -> tuple[Program, ...]:
+        """Of what is launched for so many tokens.
+
+        So a row of a table speaks for calls that launch the same kernels, and is passed over where
+        slots are no longer scanned, or no longer added by the second product.
+        """
         config = self._right(problem, config)
         up, down = self._products(problem, config)
         found = [self._program(problem, up), self._program(problem, down)]
@@ -111,11 +114,6 @@ class Wgmma(Variant):
         if down.step != ADD:
             found += self._combine(problem, config, up).programs()
         return tuple(found)
-
-    def source_hash(self, problem: Problem, config: MoeConfig) -> str:
-        """Of all sources: which of them are launched depends on the number of tokens as well."""
-        digests = sorted(Program(source, ()).source_digest() for source in SOURCES)
-        return hashlib.sha256("\n".join(digests).encode()).hexdigest()[:16]
 
     def bind(self, problem: Problem, config: MoeConfig) -> Callable[..., Any]:
         details: Details = problem.layout
