@@ -54,7 +54,8 @@ def test_up_to_64_tokens_take_three_launches(model: str, tuned: bool) -> None:
         if tokens <= 64:
             assert len(programs) <= 3, (tokens, config)
         up, down = variant._products(problem, config)
-        assert up.reason is None and down.reason is None
+        assert up.reason is None
+        assert down.reason is None
         # Few slots are not put in order at all.
         assert (up.routing == LAUNCH) == (tokens * problem.dim("k") > MOST_SCANNED)
         assert (down.step == ADD) == (len(programs) - 2 - (up.routing == LAUNCH) == 0)
