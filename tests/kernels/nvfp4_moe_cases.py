@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -43,6 +44,34 @@ WAYS: tuple[tuple[Literal["scan", "launch"], bool], ...] = (
 )
 
 
+class Weight:
+    """A stack of matrices: what kernels get of it, and its numbers in fp64."""
+
+    def __init__(self, shape: tuple[int, int, int], pairs: bool, seed: int) -> None:
+        experts, rows, columns = shape
+        generator = torch.Generator().manual_seed(seed)
+        codes = torch.randint(0, 256, (experts, rows, columns // 2), generator=generator)
+        # From 2^-2 to 4, and some that are zero.
+        raw = torch.randint(0x28, 0x49, (experts, rows, columns // 16), generator=generator)
+        raw = torch.where(torch.rand(raw.shape, generator=generator) < 0.1, 0, raw)
+        row_scale = torch.rand((experts, rows), generator=generator) + 0.5
+        weight = NVFP4Tensor(
+            codes.to(torch.uint8),
+            raw.to(torch.uint8).view(torch.float8_e4m3fn),
+            row_scale / (4 * columns**0.5),
+        )
+        packed = weight.prepare("sm_90a", pairs=pairs)
+        assert packed.layout == ("pairs" if pairs else "fragments")
+        self.shape = shape
+        self.parts = (packed.codes, packed.scales, packed.row_scale)
+        self.values = dequantize(weight, torch.float64)
+        self.sizes = self.values.abs()
+
+
+# Packing takes longer than anything else here.
+_weight = functools.lru_cache(maxsize=32)(Weight)
+
+
 @dataclass(frozen=True)
 class Mixture:
     """A call: sizes, dtypes, and how tokens are routed."""
@@ -65,8 +94,8 @@ class Mixture:
     def call(self, ids: torch.Tensor | None = None, expert_map: torch.Tensor | None = None) -> Call:
         """Random values of the size that layers have, on `ids`, or as they fall."""
         generator = torch.Generator().manual_seed(self.seed)
-        wide = self._weight((self.experts, 2 * self.inner, self.hidden), generator)
-        back = self._weight((self.experts, self.hidden, self.inner), generator)
+        wide = _weight((self.experts, 2 * self.inner, self.hidden), True, self.seed)
+        back = _weight((self.experts, self.hidden, self.inner), False, self.seed + 1000)
         # NaN around x, which nobody may read.
         around = torch.full((self.tokens + 3, self.hidden + 24), float("nan"), dtype=self.x)
         x = around[: self.tokens, : self.hidden]
@@ -87,19 +116,6 @@ class Mixture:
             expert_map,
         )
 
-    def _weight(self, shape: tuple[int, int, int], generator: torch.Generator) -> NVFP4Tensor:
-        experts, rows, columns = shape
-        codes = torch.randint(0, 256, (experts, rows, columns // 2), generator=generator)
-        # From 2^-2 to 4, and some that are zero.
-        raw = torch.randint(0x28, 0x49, (experts, rows, columns // 16), generator=generator)
-        raw = torch.where(torch.rand(raw.shape, generator=generator) < 0.1, 0, raw)
-        row_scale = torch.rand((experts, rows), generator=generator) + 0.5
-        return NVFP4Tensor(
-            codes.to(torch.uint8),
-            raw.to(torch.uint8).view(torch.float8_e4m3fn),
-            row_scale / (4 * columns**0.5),
-        )
-
 
 @dataclass(frozen=True)
 class Call:
@@ -108,8 +124,8 @@ class Call:
     x: torch.Tensor
     shares: torch.Tensor
     ids: torch.Tensor
-    w13: NVFP4Tensor
-    w2: NVFP4Tensor
+    w13: Weight
+    w2: Weight
     w13_bias: torch.Tensor | None
     w2_bias: torch.Tensor | None
     act: Activation
@@ -117,9 +133,7 @@ class Call:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        w13, w2 = self.w13.prepare("sm_90a", pairs=True), self.w2.prepare("sm_90a")
-        assert (w13.layout, w2.layout) == ("pairs", "fragments")
-        parts = (one for w in (w13, w2) for one in (w.codes, w.scales, w.row_scale))
+        parts = (*self.w13.parts, *self.w2.parts)
         biases = (self.w13_bias, self.w2_bias)
         options = (self.act.name, self.act.limit, self.expert_map, "fragments", self.act.alpha)
         return (self.x, self.shares, self.ids, *parts, *biases, *options)
@@ -146,20 +160,20 @@ class Call:
         """
         # What an expert gives may be more than fp16 holds.
         narrow = not config.wide and self.x.dtype != F16 and not self._is_added(config)
-        ids = local_ids(self.ids, self.expert_map, self.w13.codes.shape[0])
+        ids = local_ids(self.ids, self.expert_map, self.w13.shape[0])
         x, dtype = self.x.double(), self.x.dtype
-        wide_weight, back_weight = (dequantize(w, torch.float64) for w in (self.w13, self.w2))
         low = torch.zeros_like(x)
         high, size = low.clone(), low.clone()
         for slot, expert in enumerate(ids.flatten().tolist()):
             if expert < 0:
                 continue
             token, j = divmod(slot, ids.shape[1])
-            h, w2 = self._inner(x[token], wide_weight[expert], expert), back_weight[expert]
+            h = self._inner(x[token], expert)
+            w2, w2_size = self.w2.values[expert], self.w2.sizes[expert]
             middle, off = (h.low + h.high) / 2, (h.high - h.low) / 2
             shift = 0.0 if self.w2_bias is None else self.w2_bias[expert].double()
             value = w2 @ middle + shift
-            error = w2.abs() @ off + _slack(w2.abs() @ h.size(), len(middle))
+            error = w2_size @ off + _slack(w2_size @ h.size(), len(middle))
             error = error + 2 * UNIT * value.abs()
             given = Range(value - error, value + error)
             if narrow:
@@ -171,9 +185,9 @@ class Call:
             size[token] += share.size()
         return Range(low, high).widened(size * (2 * ids.shape[1] * UNIT))
 
-    def _inner(self, x: torch.Tensor, w13: torch.Tensor, expert: int) -> Range:
-        both = w13 @ x
-        error = _slack(w13.abs() @ x.abs(), len(x))
+    def _inner(self, x: torch.Tensor, expert: int) -> Range:
+        both = self.w13.values[expert] @ x
+        error = _slack(self.w13.sizes[expert] @ x.abs(), len(x))
         if self.w13_bias is not None:
             both = both + self.w13_bias[expert].double()
         error = error + 2 * UNIT * both.abs()
@@ -188,7 +202,7 @@ class Call:
 
     def products(self, config: MoeConfig) -> tuple[Product, Product]:
         tokens, hidden = self.x.shape
-        inner = self.w13.codes.shape[1] // 2
+        inner = self.w2.shape[2]
         return products(config, tokens, self.ids.shape[1], hidden, inner, DEVICE)
 
     def _is_added(self, config: MoeConfig) -> bool:
