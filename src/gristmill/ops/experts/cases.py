@@ -66,12 +66,8 @@ def sizes_of(op: str, shape: tuple[int, ...], multiple: int) -> tuple[int, int, 
 def routed_example(
     rows: int, experts: int, topk: int, dtype: torch.dtype, device: torch.device | str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """topk_weights and topk_ids: distinct experts in each row, as `topk_router` gives them.
-
-    In fp32, or in fp64 where x is, and int32.
-    """
-    precise = torch.float64 if dtype == torch.float64 else torch.float32
-    weights = torch.softmax(torch.randn((rows, topk), dtype=precise, device=device), -1)
+    """topk_weights and topk_ids: distinct experts in each row, as a router picks them."""
+    weights = torch.softmax(torch.randn((rows, topk), device=device), -1).to(dtype)
     first = torch.randint(0, max(experts, 1), (rows, 1), dtype=torch.int32, device=device)
     others = torch.arange(topk, dtype=torch.int32, device=device) * 3
     return weights, (first + others) % max(experts, 1)
