@@ -51,8 +51,8 @@ def forward_problem(device: Device, *args: Any) -> Problem:
 def backward_problem(device: Device, *args: Any) -> Problem:
     call = BackwardCall(*args)
     dtypes = {
+        "logits": call.logits.dtype,  # first: examples are made for it
         "dweights": call.dweights.dtype,
-        "logits": call.logits.dtype,
         "ids": call.topk_ids.dtype,
     }
     words = {"sigmoid": call.scoring == "sigmoid", "renormalized": call.renormalize}
