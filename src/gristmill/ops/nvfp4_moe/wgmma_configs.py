@@ -227,7 +227,7 @@ def products(
 # Cuts that won somewhere when sensible ones were timed (H200, bf16; Qwen3-30B and DeepSeek-V3), by
 # how many tokens an expert has: up to so many, the largest tile, cuts for up and for down.
 _A, _B, _C = (1, 1, 4, 3, 1, 4), (1, 1, 4, 4, 1, 3), (1, 1, 8, 2, 1, 3)
-_D, _E, _F = (2, 1, 4, 3, 1, 2), (2, 1, 4, 4, 1, 2), (2, 1, 2, 4, 1, 2)
+_D, _E = (2, 1, 4, 3, 1, 2), (2, 1, 4, 4, 1, 2)
 _G, _H, _I = (3, 1, 4, 3, 1, 1), (4, 1, 4, 3, 1, 1), (3, 1, 2, 4, 1, 1)
 _J, _K, _L = (3, 1, 2, 3, 1, 1), (3, 1, 4, 2, 1, 1), (2, 1, 2, 3, 1, 1)
 _CUTS: tuple[tuple[float, int, tuple[Cut, ...], tuple[Cut, ...]], ...] = (
