@@ -135,17 +135,28 @@ def test_mistakes_are_named(environment, name: str, value: str, words: list[str]
     assert isinstance(caught.value, ValueError)
 
 
-def test_unknown_home_says_what_to_set(environment) -> None:
-    def unknown(self: Path) -> Path:
+def test_without_a_home_there_is_no_folder(environment) -> None:
+    def unknown() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
-    environment.setattr(Path, "expanduser", unknown)
-    with pytest.raises(SettingsError, match="GRISTMILL_CACHE_DIR"):
+    environment.delenv("HOME")
+    environment.setattr(Path, "home", unknown)
+    assert reload_settings().cache_dir is None
+
+
+def test_a_home_that_cannot_be_found_in_a_path_is_an_error(environment) -> None:
+    environment.setenv("GRISTMILL_CACHE_DIR", "~nobody-of-this-name/kernels")
+    with pytest.raises(SettingsError, match="GRISTMILL_CACHE_DIR='~nobody-of-this-name/kernels'"):
         reload_settings()
-    environment.setenv("XDG_CACHE_HOME", "/var/cache")
-    environment.setenv("GRISTMILL_RECORD", "~/met.jsonl")
-    with pytest.raises(SettingsError, match=r"GRISTMILL_RECORD='~/met\.jsonl': Could not"):
-        reload_settings()
+
+
+def test_layers_are_paths_in_order(environment) -> None:
+    assert reload_settings().cache_layers == ()
+    environment.setenv(
+        "GRISTMILL_CACHE_LAYERS", f"/opt/a.bundle:: ~/b :{Path.cwd()}/c:/opt/a.bundle"
+    )
+    expected = ("/opt/a.bundle", "/home/someone/b", f"{Path.cwd()}/c")
+    assert reload_settings().cache_layers == tuple(map(Path, expected))
 
 
 def test_every_variable_is_described() -> None:

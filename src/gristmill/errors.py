@@ -53,6 +53,10 @@ class KernelNotCached(GristmillError, RuntimeError):  # noqa: N818
     """Compiling is forbidden (GRISTMILL_JIT=off) and a kernel is in no cache."""
 
 
+class BundleError(GristmillError, ValueError):
+    """A bundle of kernels is damaged, is no bundle, or may not be trusted; the message says why."""
+
+
 class DriverError(GristmillError, RuntimeError):
     """The CUDA driver refused a call, or is not there. `code` and `name` are the driver's own."""
 
@@ -60,6 +64,11 @@ class DriverError(GristmillError, RuntimeError):
         super().__init__(message)
         self.code = code
         self.name = name
+
+    @property
+    def is_lack_of_memory(self) -> bool:
+        """Whether there was no memory left on the device: at another time there may be some."""
+        return self.code == 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 
 class DoubleBackwardError(GristmillError, RuntimeError):

@@ -36,6 +36,12 @@ CACHE_DIR = Variable(
     "$XDG_CACHE_HOME/gristmill, else ~/.cache/gristmill",
     "the folder that holds compiled kernels and tuned tables",
 )
+CACHE_LAYERS = Variable(
+    "GRISTMILL_CACHE_LAYERS",
+    f"paths, with {os.pathsep!r} between them",
+    "",
+    "bundles, or folders like that of the cache, that are asked next and never written to",
+)
 JIT = Variable(
     "GRISTMILL_JIT",
     "on|off",
@@ -78,6 +84,12 @@ LOG = Variable(
     "warning",
     "the level of the logger named gristmill",
 )
+NVTX = Variable(
+    "GRISTMILL_NVTX",
+    "0|1",
+    "0",
+    "1 puts an NVTX range, named by op, variant and shape, around each op, for profilers",
+)
 VLLM = Variable(
     "GRISTMILL_VLLM",
     "a comma list of norms and nvfp4",
@@ -92,6 +104,7 @@ DEBUG = Variable(
 )
 VARIABLES = (
     CACHE_DIR,
+    CACHE_LAYERS,
     JIT,
     USE,
     TABLE,
@@ -99,6 +112,7 @@ VARIABLES = (
     RECORD,
     BATCH_INVARIANT,
     LOG,
+    NVTX,
     VLLM,
     DEBUG,
 )
@@ -108,9 +122,9 @@ VLLM_PARTS = ("norms", "nvfp4")
 
 @dataclass(frozen=True)
 class Settings:
-    """The parsed environment."""
+    """The parsed environment. `cache_dir` is None where nobody has set it and there is no home."""
 
-    cache_dir: Path
+    cache_dir: Path | None
     jit: bool
     use: Mapping[str, str]
     table: str
@@ -120,6 +134,8 @@ class Settings:
     log: str
     vllm: frozenset[str]
     debug: bool = False
+    cache_layers: tuple[Path, ...] = ()
+    nvtx: bool = False
 
 
 _current: Settings | None = None
@@ -159,6 +175,8 @@ def _parse(environment: Mapping[str, str]) -> Settings:
         log=_word(environment, LOG),
         vllm=_vllm(_text(environment, VLLM)),
         debug=_word(environment, DEBUG) == "1",
+        cache_layers=_cache_layers(_text(environment, CACHE_LAYERS)),
+        nvtx=_word(environment, NVTX) == "1",
     )
 
 
@@ -200,30 +218,34 @@ def _vllm(text: str) -> frozenset[str]:
 
 
 def _record(text: str) -> Path | None:
-    if not text:
-        return None
-    try:
-        # Absolute now: the program may change its folder before it meets its first problem.
-        return Path(text).expanduser().absolute()
-    except RuntimeError as error:
-        raise SettingsError(f"{RECORD.name}={text!r}: {error}") from error
+    # Absolute now: the program may change its folder before it meets its first problem.
+    return _path(RECORD, text) if text else None
 
 
-def _cache_dir(environment: Mapping[str, str]) -> Path:
-    given = _text(environment, CACHE_DIR)
+def _cache_layers(text: str) -> tuple[Path, ...]:
+    parts = (piece.strip() for piece in text.split(os.pathsep))
+    return tuple(dict.fromkeys(_path(CACHE_LAYERS, part) for part in parts if part))
+
+
+def _cache_dir(environment: Mapping[str, str]) -> Path | None:
+    if given := _text(environment, CACHE_DIR):
+        return _path(CACHE_DIR, given)
     # The XDG specification says to ignore a relative path there.
     shared = Path(environment.get("XDG_CACHE_HOME", ""))
+    if shared.is_absolute():
+        return shared / "gristmill"
     try:
-        if given:
-            return Path(given).expanduser().absolute()
-        if shared.is_absolute():
-            return shared / "gristmill"
-        return Path("~/.cache/gristmill").expanduser()
+        home = Path.home()
+    except RuntimeError:  # HOME is not set, and this user is in no list of users
+        return None
+    return home / ".cache" / "gristmill" if home.is_absolute() else None
+
+
+def _path(variable: Variable, text: str) -> Path:
+    try:
+        return Path(text).expanduser().absolute()
     except RuntimeError as error:
-        raise SettingsError(
-            f"the home folder of this user is unknown ({error}); "
-            f"set {CACHE_DIR.name} to the full path of a folder"
-        ) from error
+        raise SettingsError(f"{variable.name}={text!r}: {error}") from error
 
 
 def _meant(word: str, known: set[str] | list[str]) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
+import shlex
 import threading
 from pathlib import Path
 
@@ -11,7 +13,9 @@ import pytest
 from jit_helpers import ARCH
 
 from gristmill.errors import CompileError, CompilerUnavailable, KernelNotCached
-from gristmill.jit import cache, counters, folder, nvrtc
+from gristmill.jit import cache, counters, entry, folder, nvrtc
+from gristmill.jit.compilers import from_text
+from gristmill.jit.file_lock import locked_file
 from gristmill.jit.nvrtc import Binary
 
 
@@ -66,8 +70,9 @@ def test_only_the_user_may_look_into_the_folder(tiny, home, compiler) -> None:
         os.umask(before)
     for place in (home.path, home.path / "kernels"):
         assert place.stat().st_mode & 0o777 == 0o700
-    assert [path.name for path in home.files()] == [f"{tiny.key(ARCH)}.kernel"]
-    assert home.files("*.part") == home.files(".*") == []
+    (file,) = (home.path / "kernels").iterdir()
+    assert file.name == entry.file_name(tiny.key(ARCH), "nvrtc 13.0", "")
+    assert file.stat().st_mode & 0o777 == 0o600
 
 
 def damaged(content: bytes) -> list[bytes]:
@@ -95,18 +100,32 @@ def test_an_entry_of_another_program_is_a_miss(tiny, make_program, home, compile
     other = make_program(("twice<3>",), b__cu="// something else\n")
     wrong = cache.load_or_compile(other, ARCH)
     (path,) = home.files()
-    path.rename(path.with_name(f"{tiny.key(ARCH)}.kernel"))
+    path.rename(path.with_name(entry.file_name(tiny.key(ARCH), "nvrtc 13.0", "")))
     assert cache.load_or_compile(tiny, ARCH) != wrong
     assert len(compiler) == 2
 
 
-def test_another_compiler_replaces_the_entry(tiny, home, compiler, monkeypatch) -> None:
-    cache.load_or_compile(tiny, ARCH)
-    monkeypatch.setattr(nvrtc, "compiler_version", lambda: "nvrtc 13.1")
-    monkeypatch.setattr(nvrtc, "installed_version", lambda: "nvrtc 13.1")
-    cache.forget()
-    cache.load_or_compile(tiny, ARCH)
+def test_two_compilers_keep_an_entry_each(tiny, home, compiler, monkeypatch) -> None:
+    first = cache.load_or_compile(tiny, ARCH)
+    for version in ("nvrtc 13.1", "nvrtc 13.0", "nvrtc 13.1"):
+        for name in ("compiler_version", "installed_version"):
+            monkeypatch.setattr(nvrtc, name, functools.partial(str, version))
+        monkeypatch.setattr(nvrtc, "compile_program", _stamped(compiler, version))
+        cache.forget()
+        found = cache.load_or_compile(tiny, ARCH)
+        assert found.compiler == version
+        assert (found == first) == (version == "nvrtc 13.0")
     assert len(compiler) == 2
+    assert len(home.files()) == 2
+
+
+def _stamped(calls: list[str], version: str):
+    def compile_program(program, arch):
+        calls.append(program.key(arch))
+        lowered = {name: f"_Z{name}" for name in program.names}
+        return Binary(b"cubin %d" % len(calls), lowered, "", version)
+
+    return compile_program
 
 
 def test_hit_by_the_installed_version_does_not_load_the_compiler(
@@ -130,7 +149,7 @@ def test_the_loaded_compiler_outranks_the_installed_one(
     assert len(compiler) == 1
 
 
-def test_other_cuda_headers_replace_the_entry(tiny, home, compiler, monkeypatch) -> None:
+def test_other_cuda_headers_are_another_entry(tiny, home, compiler, monkeypatch) -> None:
     cache.load_or_compile(tiny, ARCH)
     monkeypatch.setattr(nvrtc, "headers_version", lambda program: "cuda 13.1")
     cache.forget()
@@ -189,8 +208,12 @@ def test_jit_off_names_the_command_and_writes_nothing(tiny, home, compiler, dama
     before = len(compiler)
     with pytest.raises(KernelNotCached) as caught:
         cache.load_or_compile(tiny, ARCH)
+    message = str(caught.value)
     for word in ("a.cu", ARCH, "GRISTMILL_JIT=off", "gristmill warmup", str(home.path)):
-        assert word in str(caught.value)
+        assert word in message
+    words = shlex.split(message[message.index("gristmill warmup") : message.index("; then name")])
+    assert words[:2] == ["gristmill", "warmup"]
+    assert from_text(words[words.index("--program") + 1], anywhere=True) == tiny
     assert len(compiler) == before
     assert home.path.exists() == damage
     if damage:
@@ -241,14 +264,15 @@ def test_a_folder_of_another_user_is_not_read(tiny, home, compiler, caplog, monk
 
 def test_a_folder_of_root_is_read(tiny, home, compiler, monkeypatch) -> None:
     planted(tiny, home)
-    real = Path.stat
+    stat, fstat = Path.stat, os.fstat
 
-    def as_roots(self, **options):
-        found = list(real(self, **options))
-        found[4] = 0  # st_uid
-        return os.stat_result(found)
+    def as_roots(found: os.stat_result) -> os.stat_result:
+        values = list(found)
+        values[4] = 0  # st_uid
+        return os.stat_result(values)
 
-    monkeypatch.setattr(Path, "stat", as_roots)
+    monkeypatch.setattr(Path, "stat", lambda self, **options: as_roots(stat(self, **options)))
+    monkeypatch.setattr(folder.os, "fstat", lambda handle: as_roots(fstat(handle)))
     monkeypatch.setattr(folder.os, "getuid", lambda: 4711)
     cache.load_or_compile(tiny, ARCH)
     assert counted("disk_hits") == (1,)
@@ -320,10 +344,10 @@ def test_entries_and_clear(tiny, home, compiler) -> None:
     keep = home.path / "kernels" / "notes.txt"
     keep.write_text("the user's own")
     found = cache.entries()
-    assert [item.arch for item in found] == ["sm_80", ARCH]
-    assert found[1].key == tiny.key(ARCH)
-    assert (found[1].source, found[1].names) == ("a.cu", ("twice<3>",))
-    assert found[1].compiler == "nvrtc 13.0"
+    assert [item.entry.arch for item in found] == ["sm_80", ARCH]
+    assert found[1].entry.key == tiny.key(ARCH)
+    assert (found[1].entry.source, found[1].entry.names) == ("a.cu", ("twice<3>",))
+    assert found[1].entry.compiler == "nvrtc 13.0"
     assert found[1].size == found[1].path.stat().st_size
     assert cache.clear() == 3
     assert [path.name for path in (home.path / "kernels").iterdir()] == ["notes.txt"]
@@ -336,13 +360,10 @@ def test_entries_and_clear(tiny, home, compiler) -> None:
 
 
 def test_a_lock_that_cannot_be_had_is_done_without(tiny, home, compiler, monkeypatch) -> None:
-    from filelock import FileLock
-
     monkeypatch.setattr(cache, "LOCK_SECONDS", 0.05)
     (home.path).mkdir(mode=0o700)
     (home.path / "kernels").mkdir(mode=0o700)
-    other = FileLock(home.path / "kernels" / f"{tiny.key(ARCH)}.lock", is_singleton=False)
-    with other:
+    with locked_file(home.path / "kernels" / f"{tiny.key(ARCH)}.lock", 1.0):
         cache.load_or_compile(tiny, ARCH)
     assert len(compiler) == 1
     assert len(home.files()) == 1

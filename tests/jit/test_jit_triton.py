@@ -18,8 +18,7 @@ from jit_helpers import ARCH, SOURCES, run_python
 from gristmill.errors import ArgumentError, CompileError, CompilerUnavailable, KernelNotCached
 from gristmill.jit import Binary, TritonProgram, cache, counters, load_or_compile, resource_usage
 from gristmill.jit import triton as compiler
-from gristmill.jit.entry import encode, read_binary
-from gristmill.jit.program import Program
+from gristmill.jit.entry import key_in
 
 pytest.importorskip("triton", reason="needs Triton")
 
@@ -135,14 +134,15 @@ def test_kept_in_the_folder_with_its_facts(home) -> None:
     made = load_or_compile(SCALE, ARCH)
     assert counters.snapshot()["compiles"] == 1
     (file,) = home.files()
-    assert file.stem == SCALE.key(ARCH)
+    assert key_in(file.name) == SCALE.key(ARCH)
     cache.forget()
     again = load_or_compile(SCALE, ARCH)
     assert again == made
     assert again.facts == made.facts
     assert counters.snapshot()["compiles"] == 1
     assert counters.snapshot()["disk_hits"] == 1
-    (listed,) = cache.entries()
+    (kept,) = cache.entries()
+    listed = kept.entry
     assert (listed.source, listed.names, listed.arch) == ("scale.py", ("scale",), ARCH)
     assert listed.compiler == compiler.compiler_version()
 
@@ -156,25 +156,9 @@ def test_another_version_of_triton_compiles_again(home, monkeypatch) -> None:
     assert counters.snapshot()["compiles"] == 2
 
 
-def test_entries_from_before_there_were_facts_stay_readable(tmp_path, monkeypatch) -> None:
-    program = Program("probe.cu", ("fill<2>",), root=SOURCES)
-    path = tmp_path / "old.kernel"
-    dumps = compiler.json.dumps
-
-    def without_facts(header, **options):
-        header.pop("facts", None)
-        return dumps(header, **options)
-
-    monkeypatch.setattr("gristmill.jit.entry.json.dumps", without_facts)
-    old = Binary(b"a cubin", {"fill<2>": "fill"}, "a log", "nvrtc 13.0")
-    path.write_bytes(encode(program, ARCH, old))
-    assert b"facts" not in path.read_bytes()
-    assert read_binary(path, program, ARCH) == old
-
-
 def test_jit_off(home) -> None:
     home.set(GRISTMILL_JIT="off")
-    with pytest.raises(KernelNotCached, match=r"scale.py for sm_90a is not in the kernel cache"):
+    with pytest.raises(KernelNotCached, match=r"scale.py \(scale\) for sm_90a is in no cache"):
         load_or_compile(SCALE, ARCH)
     home.set(GRISTMILL_JIT="on")
     load_or_compile(SCALE, ARCH)
@@ -216,7 +200,7 @@ def test_triton_leaves_no_folder_of_its_own(home, tmp_path) -> None:
     code = IN_ANOTHER_PYTHON + f"load_or_compile(program, {ARCH!r})"
     environment = {"HOME": str(house), "TMPDIR": str(temporary), "PATH": "/usr/bin:/bin"}
     run_python(code, SOURCES, GRISTMILL_CACHE_DIR=str(home.path), **environment)
-    assert [file.suffix for file in home.files("*")] == [".kernel", ".lock"]
+    assert [file.suffix for file in home.files("*")] == [".kernel"]
     assert not list(house.rglob("*"))
     assert not list(temporary.rglob("*"))
 

@@ -19,7 +19,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 cache_app = typer.Typer(
-    help="Look at or empty the cache of compiled kernels.", no_args_is_help=True
+    help="Look at, ship, check or empty the cache of compiled kernels.", no_args_is_help=True
 )
 app.add_typer(cache_app, name="cache")
 
@@ -217,7 +217,7 @@ def tables(
 @cache_app.command("ls")
 @reported
 def cache_ls(json: Json = False) -> None:
-    """List the compiled kernels in the cache folder."""
+    """List the compiled kernels in the cache folder, and what its layers are."""
     from gristmill.cli.cache import ls
 
     ls(as_json=json)
@@ -228,10 +228,79 @@ def cache_ls(json: Json = False) -> None:
 def cache_clear(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first.")] = False,
 ) -> None:
-    """Delete every compiled kernel from the cache folder."""
+    """Delete every compiled kernel from the cache folder. Layers stay as they are."""
     from gristmill.cli.cache import clear
 
     clear(ask=not yes)
+
+
+@cache_app.command(
+    "export",
+    epilog="Example: `gristmill cache export kernels.bundle --arch sm_90a`, then on another "
+    "machine `export GRISTMILL_CACHE_LAYERS=/opt/kernels.bundle`",
+)
+@reported
+def cache_export(
+    file: Annotated[Path, typer.Argument(help="The bundle to write.")],
+    arch: Annotated[
+        list[str] | None,
+        typer.Option("--arch", help="Only kernels for this architecture. May be repeated."),
+    ] = None,
+    source: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--source",
+            help="Only kernels of this source, as in norm.cu or nvfp4*. May be repeated.",
+        ),
+    ] = None,
+    tables: Annotated[bool, typer.Option(help="Put tuned tables into it, too.")] = True,
+) -> None:
+    """Write the kernels of the cache folder, and its tuned tables, into one file: a bundle.
+
+    It is a zip with a manifest of hashes. Kernels depend on the architecture, not on the machine.
+    """
+    from gristmill.cli.cache import export
+
+    export(file, arch or [], source or [], tables=tables)
+
+
+@cache_app.command(
+    "import",
+    epilog="Without --sha256 the file must belong to you or root, in a folder that nobody else "
+    "can write to. A layer (GRISTMILL_CACHE_LAYERS) needs no import. "
+    "Example: `gristmill cache import kernels.bundle`",
+)
+@reported
+def cache_import(
+    file: Annotated[Path, typer.Argument(help="The bundle to read.")],
+    sha256: Annotated[
+        str | None, typer.Option(help="Take it only if this is the hash of the whole file.")
+    ] = None,
+) -> None:
+    """Copy the kernels and tables of a bundle into the cache folder, each checked by its hash.
+
+    All or nothing: a bundle with one damaged file is refused. A table that is there already stays.
+    """
+    from gristmill.cli.cache import import_
+
+    import_(file, sha256)
+
+
+@cache_app.command("verify", epilog="Exit code 1 if anything is damaged or may not be trusted.")
+@reported
+def cache_verify(
+    path: Annotated[
+        Path | None,
+        typer.Argument(help="A bundle or a cache folder; by default the cache and its layers."),
+    ] = None,
+) -> None:
+    """Check every kernel against its hash and its name, and who could have written it.
+
+    What is damaged is never loaded anyway; this says so before it is needed.
+    """
+    from gristmill.cli.cache import verify
+
+    verify(path)
 
 
 def _listed(text: str | None) -> list[str]:

@@ -1,34 +1,50 @@
-"""`gristmill cache ls` and `gristmill cache clear`."""
+"""`gristmill cache`: ls, clear, export, import, verify."""
 
 from __future__ import annotations
 
 import datetime
+import fnmatch
+from pathlib import Path
 
 import typer
 from rich.table import Table
 
 from gristmill.cli.common import console, write_json
-from gristmill.jit import cache
+from gristmill.errors import BundleError, GristmillError
+from gristmill.jit import bundle, cache
+from gristmill.jit.bundle import KERNELS, TABLES, Bundle
+from gristmill.jit.folder import make_private, read_file, stale_parts, why_untrusted, write_whole
+from gristmill.jit.layers import open_layer
+from gristmill.settings import settings
 
 
 def ls(*, as_json: bool) -> None:
-    found = cache.entries()
+    found, layers = cache.entries(), settings().cache_layers
+    opened = [(path, open_layer(path)) for path in layers]
     if as_json:
         write_json(
             {
-                "folder": str(cache.folder()),
-                "bytes": sum(entry.size for entry in found),
+                "folder": str(cache.folder() or ""),
+                "bytes": sum(kept.size for kept in found),
                 "kernels": [
                     {
-                        "file": entry.path.name,
-                        "source": entry.source,
-                        "names": list(entry.names),
-                        "arch": entry.arch,
-                        "compiler": entry.compiler,
-                        "bytes": entry.size,
-                        "modified": _time(entry.modified),
+                        "file": kept.path.name,
+                        "source": kept.entry.source,
+                        "names": list(kept.entry.names),
+                        "arch": kept.entry.arch,
+                        "compiler": kept.entry.compiler,
+                        "bytes": kept.size,
+                        "modified": _time(kept.modified),
                     }
-                    for entry in found
+                    for kept in found
+                ],
+                "layers": [
+                    {
+                        "path": str(path),
+                        "kernels": 0 if isinstance(layer, str) else layer.count(),
+                        "problem": layer if isinstance(layer, str) else None,
+                    }
+                    for path, layer in opened
                 ],
             }
         )
@@ -38,13 +54,18 @@ def ls(*, as_json: bool) -> None:
         table = Table("kernels", "arch", "compiler", header_style="bold")
         table.add_column("KB", justify="right")
         table.add_column("made")
-        for entry in sorted(found, key=lambda entry: (entry.source, entry.arch, entry.names)):
-            names = f"{entry.source}: {', '.join(entry.names)}"
-            size = f"{entry.size / 1000:.1f}"
-            table.add_row(names, entry.arch, entry.compiler, size, _time(entry.modified))
+        order = sorted(found, key=lambda kept: (kept.entry.source, kept.entry.arch, kept.path.name))
+        for kept in order:
+            names = f"{kept.entry.source}: {', '.join(kept.entry.names)}"
+            size = f"{kept.size / 1000:.1f}"
+            made = _time(kept.modified)
+            table.add_row(names, kept.entry.arch, kept.entry.compiler, size, made)
         out.print(table)
-    total = sum(entry.size for entry in found) / 1e6
-    typer.echo(f"{len(found)} programs, {total:.1f} MB in {cache.folder()}")
+    total = sum(kept.size for kept in found) / 1e6
+    typer.echo(f"{len(found)} programs, {total:.1f} MB in {cache.folder() or 'no folder'}")
+    for path, layer in opened:
+        about = layer if isinstance(layer, str) else f"{layer.count()} programs in layer {path}"
+        typer.echo(about)
 
 
 def clear(*, ask: bool) -> None:
@@ -52,6 +73,129 @@ def clear(*, ask: bool) -> None:
     if ask and count:
         typer.confirm(f"Delete {count} programs from {cache.folder()}?", abort=True)
     typer.echo(f"{cache.clear()} programs deleted from {cache.folder()}")
+
+
+def export(path: Path, archs: list[str], sources: list[str], *, tables: bool) -> None:
+    """Write the kernels of the user's folder, and its tables, into a bundle."""
+    _refuse_unusable()
+    kernels = []
+    for kept in cache.entries():
+        about = kept.entry
+        wanted = not sources or any(fnmatch.fnmatch(about.source, one) for one in sources)
+        if wanted and (not archs or about.arch in archs):
+            kernels.append((kept.path.name, read_file(kept.path.parent, kept.path.name)))
+    if not kernels:
+        raise GristmillError(
+            f"cache export: {cache.folder()} holds no such kernel; gristmill cache ls shows what "
+            f"there is, gristmill warmup makes some"
+        )
+    tuned = _tables() if tables else []
+    digest = bundle.write(path, kernels, tuned)
+    _say_written(path, len(kernels), len(tuned), digest)
+
+
+def import_(path: Path, sha256: str | None) -> None:
+    """Copy what a bundle holds into the user's folder, each file checked against its hash."""
+    _refuse_unusable()
+    top = settings().cache_dir
+    assert top is not None
+    opened = Bundle.open(path) if sha256 is None else Bundle.open_unchecked(path)
+    with opened as source:
+        if sha256 is not None and source.sha256() != sha256.strip().lower():
+            raise BundleError(f"bundle {path}: its sha256 is {source.sha256()}, not {sha256}")
+        # All of it is read and checked before any of it is kept.
+        files = {name: _checked(source, name) for name in source.names}
+    added = {KERNELS: 0, TABLES: 0}
+    for name, content in files.items():
+        place = top / name
+        make_private(place.parent, top)
+        if name.startswith(TABLES) and place.exists():
+            typer.echo(f"{place} is there already, and stays as it is")
+            continue
+        write_whole(place, content)
+        added[KERNELS if name.startswith(KERNELS) else TABLES] += 1
+    typer.echo(f"{added[KERNELS]} programs and {added[TABLES]} tables imported into {top}")
+
+
+def verify(path: Path | None) -> None:
+    """Check every file of the cache, of its layers, or of one bundle or folder."""
+    places = [path] if path is not None else [settings().cache_dir, *settings().cache_layers]
+    wrong = 0
+    for place in places:
+        if place is None:
+            continue
+        found = _faults(place)
+        wrong += len(found)
+        for fault in found:
+            typer.echo(f"{place}: {fault}")
+        typer.echo(f"{place}: {_count(place)} programs, {len(found)} problems")
+    if wrong:
+        raise typer.Exit(1)
+
+
+def _faults(place: Path) -> list[str]:
+    if place.is_file():
+        try:
+            found = bundle.damages(place)
+            Bundle.open(place).close()
+        except BundleError as error:
+            return [str(error).removeprefix(f"bundle {place}: ")]
+        return found
+    if not place.exists():
+        # Nobody has compiled anything yet, which is no fault of the user's own folder.
+        return [] if place == settings().cache_dir else ["is not there"]
+    folder = place / "kernels"
+    if reason := why_untrusted(folder, place):
+        return [f"is not used: {reason}"]
+    found = [f"{path.name}: was left by a writer that was killed" for path in stale_parts(folder)]
+    for path in sorted(folder.glob("*.kernel")):
+        try:
+            content = read_file(folder, path.name)
+        except OSError as error:
+            found.append(f"{path.name}: cannot be read ({error.strerror or error})")
+            continue
+        if not bundle.is_kernel(path.name, content):
+            found.append(f"{path.name}: is damaged, or holds another kernel than its name says")
+    return found
+
+
+def _count(place: Path) -> int:
+    if place.is_file():
+        try:
+            with Bundle.open_unchecked(place) as opened:
+                return sum(name.startswith(KERNELS) for name in opened.names)
+        except BundleError:
+            return 0
+    return sum(1 for _ in (place / "kernels").glob("*.kernel"))
+
+
+def _checked(source: Bundle, name: str) -> bytes:
+    content = source.read(name)
+    if content is None:
+        raise BundleError(f"bundle {source.path}: {name} is not what the manifest says")
+    if name.startswith(KERNELS) and not bundle.is_kernel(name.removeprefix(KERNELS), content):
+        raise BundleError(f"bundle {source.path}: {name} holds no kernel, or another one")
+    return content
+
+
+def _tables() -> list[tuple[str, bytes]]:
+    top = settings().cache_dir
+    assert top is not None
+    folder = top / "tables"
+    if why_untrusted(folder, top) is not None:
+        return []
+    return [(path.name, read_file(folder, path.name)) for path in sorted(folder.glob("*.json"))]
+
+
+def _refuse_unusable() -> None:
+    if reason := cache.why_unusable():
+        raise GristmillError(f"cache: {reason}")
+
+
+def _say_written(path: Path, kernels: int, tables: int, digest: str) -> None:
+    size = path.stat().st_size / 1e6
+    typer.echo(f"{kernels} programs and {tables} tables, {size:.1f} MB in {path}")
+    typer.echo(f"sha256 {digest}")
 
 
 def _time(seconds: float) -> str:

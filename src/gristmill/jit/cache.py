@@ -1,4 +1,4 @@
-"""Where a compiled program comes from: memory, the user's folder, or the compiler.
+"""Where a compiled program comes from: memory, the user's folder, a layer, or the compiler.
 
 One compile per key across threads (`Once`) and processes (a lock file per key); no lock that
 another key could wait for. The folder is a help and never a need: whatever goes wrong with it is
@@ -8,25 +8,50 @@ one warning, and kernels are then kept in memory only.
 from __future__ import annotations
 
 import contextlib
+import os
+import shlex
 import time
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from gristmill.errors import CompilerUnavailable, KernelNotCached
 from gristmill.jit import counters, entry
 from gristmill.jit.binary import Binary
-from gristmill.jit.compilers import Compilable, compiler_of
+from gristmill.jit.compilers import Compilable, compiler_of, to_text
 from gristmill.jit.entry import Entry
-from gristmill.jit.folder import make_private, why_untrusted, write_whole
+from gristmill.jit.file_lock import locked_file
+from gristmill.jit.folder import (
+    PART,
+    UntrustedError,
+    make_private,
+    names_in,
+    read_file,
+    remove_stale_parts,
+    why_untrusted,
+    write_whole,
+)
+from gristmill.jit.layers import forget_layers, layers
 from gristmill.jit.once import Once
 from gristmill.log import logger, warn_once
-from gristmill.settings import settings
+from gristmill.settings import CACHE_DIR, settings
 
 # How long to wait for another process that compiles the same kernel before compiling it here too.
 # Ours take 0.1 s each; the longest known, with every CUDA header, 3 s.
 LOCK_SECONDS = 30.0
 
+_LOCK = ".lock"
 _memory: Once[str, Binary] = Once()
+_tidied: Once[Path, None] = Once()
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A whole kernel in the user's folder."""
+
+    path: Path
+    size: int
+    modified: float
+    entry: Entry
 
 
 def load_or_compile(program: Compilable, arch: str) -> Binary:
@@ -36,7 +61,7 @@ def load_or_compile(program: Compilable, arch: str) -> Binary:
     def make() -> Binary:
         nonlocal found_elsewhere
         found_elsewhere = True
-        return _from_folder_or_compiler(program, arch)
+        return _kept(program, arch) or _made(program, arch)
 
     binary = _memory.get(program.key(arch), make)
     if not found_elsewhere:
@@ -44,137 +69,253 @@ def load_or_compile(program: Compilable, arch: str) -> Binary:
     return binary
 
 
+def is_cached(program: Compilable, arch: str) -> bool:
+    """Whether `load_or_compile` would find the program in the folder or in a layer."""
+    return _in_folder(program, arch) is not None or _in_layers(program, arch) is not None
+
+
 def is_in_folder(program: Compilable, arch: str) -> bool:
-    """Whether `load_or_compile` would find the program on disk, of this or any process."""
-    path = folder() / f"{program.key(arch)}{entry.SUFFIX}"
-    if not path.exists() or why_untrusted(path.parent, settings().cache_dir) is not None:
-        return False
-    binary = entry.read_binary(path, program, arch)
-    return binary is not None and _same_toolchain(binary, program)
+    """Whether the user's own folder has the program, of this or any process."""
+    return _in_folder(program, arch) is not None
 
 
-def folder() -> Path:
-    """Where this user's kernels are kept; it need not exist."""
-    return settings().cache_dir / "kernels"
+def folder() -> Path | None:
+    """Where this user's kernels are kept; it need not exist. None: nowhere."""
+    top = settings().cache_dir
+    return None if top is None else top / "kernels"
 
 
-def entries() -> list[Entry]:
+def why_unusable() -> str | None:
+    """Why nothing is read from the user's folder, if so."""
+    top = settings().cache_dir
+    if top is None:
+        return f"this user has no home folder; set {CACHE_DIR.name} to the path of one for kernels"
+    return why_untrusted(top / "kernels", top)
+
+
+def is_writable() -> bool:
+    """Whether what one process compiles is there for another. Makes the folder if it can."""
+    place = _usable_folder()
+    return place is not None and _is_prepared(place) and os.access(place, os.W_OK)
+
+
+def entries() -> list[Kept]:
     """Every whole kernel in the user's folder, sorted by name. Reads, writes nothing."""
-    found = (entry.read_entry(path) for path in sorted(folder().glob(f"*{entry.SUFFIX}")))
-    return [item for item in found if item is not None]
+    found = []
+    place = folder()
+    for name in [] if place is None else names_in(place, suffix=entry.SUFFIX):
+        assert place is not None
+        with contextlib.suppress(OSError):
+            status = (place / name).stat()
+            about = entry.describe(read_file(place, name))
+            if about is not None:
+                found.append(Kept(place / name, status.st_size, status.st_mtime, about))
+    return found
 
 
 def clear() -> int:
     """Delete what the cache has put into the user's folder, and say how many kernels that were.
 
-    Kernels that this process has loaded stay usable.
+    Kernels that this process has loaded stay usable. Layers are not touched. What cannot be deleted
+    is left, and the first reason raised when all else is gone.
     """
     removed = 0
-    for path in folder().glob("*"):
-        if path.suffix in (entry.SUFFIX, ".lock", ".part"):
-            path.unlink(missing_ok=True)
-            removed += path.suffix == entry.SUFFIX
+    failed: OSError | None = None
+    place = folder()
+    for name in [] if place is None else names_in(place):
+        assert place is not None
+        path = place / name
+        if path.suffix in (entry.SUFFIX, _LOCK, PART):
+            try:
+                path.unlink(missing_ok=True)
+                removed += path.suffix == entry.SUFFIX
+            except OSError as error:
+                failed = failed or error
+    if failed is not None:
+        raise failed
     return removed
 
 
+def encoded(program: Compilable, arch: str) -> tuple[str, bytes]:
+    """The file of `program` for `arch`, name and content, for a bundle."""
+    binary = load_or_compile(program, arch)
+    name = entry.file_name(program.key(arch), binary.compiler, binary.headers)
+    return name, entry.encode(program, arch, binary)
+
+
 def forget() -> None:
-    """Drop the binaries kept in memory, so that the next use reads the folder again (tests)."""
+    """Drop what is kept in memory, so that the next use reads folder and layers again (tests)."""
     _memory.clear()
+    _tidied.clear()
+    forget_layers()
 
 
-def _from_folder_or_compiler(program: Compilable, arch: str) -> Binary:
-    path = folder() / f"{program.key(arch)}{entry.SUFFIX}"
-    usable = _usable(path.parent)
-    if usable and (binary := _read(path, program, arch)):
+def _kept(program: Compilable, arch: str) -> Binary | None:
+    """From the folder or a layer; counted. The compiler is loaded only if neither has it."""
+    start = time.perf_counter()
+    place = _usable_folder()
+    if place is not None and (binary := _at_hand(place, program, arch)):
+        counters.add("disk_hits")
+        _log_found(program, arch, place, start)
         return binary
+    if found := _in_layers(program, arch):
+        binary, origin = found
+        counters.add("layer_hits")
+        _log_found(program, arch, origin, start)
+        return binary
+    if place is not None and (binary := _in_folder(program, arch)):
+        counters.add("disk_hits")
+        _log_found(program, arch, place, start)
+        return binary
+    return None
+
+
+def _made(program: Compilable, arch: str) -> Binary:
+    """From the compiler, and into the folder."""
     if not settings().jit:
-        raise KernelNotCached(
-            f"{program.source} for {arch} is not in the kernel cache ({path.parent}), and "
-            f"GRISTMILL_JIT=off forbids compiling it; "
-            f"make it beforehand with GRISTMILL_JIT=on: by gristmill warmup OP --shape ... --dtype "
-            f"..., or by making the same call once"
-        )
+        raise KernelNotCached(_not_cached(program, arch))
     compiler_of(program).compiler_version()  # no compiler: say so now, before anything is written
-    if not (usable and _prepared(path.parent)):
-        return _compile(program, arch)
-    with _locked(path):
+    place = _usable_folder()
+    if place is None or not _is_prepared(place):
+        return _compile(program, arch, None)
+    lock = place / f"{program.key(arch)}{_LOCK}"
+    with locked_file(lock, LOCK_SECONDS):
         # Another process may have made it while this one waited.
-        if binary := _read(path, program, arch):
-            return binary
-        binary = _compile(program, arch)
-        try:
-            write_whole(path, entry.encode(program, arch, binary))
-        except OSError as error:
-            _warn(path.parent, f"cannot be written to ({error.strerror})")
+        binary = _in_folder(program, arch)
+        if binary is not None:
+            counters.add("disk_hits")
+        else:
+            binary = _compile(program, arch, place)
+            name = entry.file_name(program.key(arch), binary.compiler, binary.headers)
+            try:
+                write_whole(place / name, entry.encode(program, arch, binary))
+            except OSError as error:
+                _warn(place, f"cannot be written to ({error.strerror})")
+                return binary
+        # Whoever still waits for this lock, or makes it anew, finds the kernel before compiling.
+        with contextlib.suppress(OSError):
+            lock.unlink(missing_ok=True)
     return binary
 
 
-def _usable(place: Path) -> bool:
-    reason = why_untrusted(place, settings().cache_dir)
-    if reason is not None:
-        warn_once(f"untrusted {place}", f"kernels are kept in memory only: {reason}")
-    return reason is None
-
-
-def _prepared(place: Path) -> bool:
+def _in_folder(program: Compilable, arch: str) -> Binary | None:
+    """Of the compiler that is here; where there is none, or it may not be used, of any."""
+    place = folder()
+    if place is None or why_unusable() is not None:
+        return None
+    if binary := _at_hand(place, program, arch):
+        return binary
+    if not settings().jit:
+        return None
     try:
-        make_private(place, settings().cache_dir)
+        # What is installed need not be what is loaded.
+        return _of_compiler(place, program, arch, compiler_of(program).compiler_version())
+    except CompilerUnavailable:
+        return _of_any_compiler(place, program, arch)
+
+
+def _at_hand(place: Path, program: Compilable, arch: str) -> Binary | None:
+    """What can be found without loading a compiler, which takes longer than all the rest."""
+    if not settings().jit:
+        return _of_any_compiler(place, program, arch)
+    return _of_compiler(place, program, arch, compiler_of(program).installed_version())
+
+
+def _of_compiler(place: Path, program: Compilable, arch: str, version: str) -> Binary | None:
+    headers = compiler_of(program).headers_version(program)
+    return _read(place, entry.file_name(program.key(arch), version, headers), program, arch)
+
+
+def _of_any_compiler(place: Path, program: Compilable, arch: str) -> Binary | None:
+    for name in names_in(place, f"{program.key(arch)}.", entry.SUFFIX):
+        if binary := _read(place, name, program, arch):
+            return binary
+    return None
+
+
+def _in_layers(program: Compilable, arch: str) -> tuple[Binary, Path] | None:
+    for layer in layers():
+        for content in layer.kernels(program.key(arch)):
+            if binary := entry.decode(content, program, arch):
+                return binary, layer.path
+            _reject(layer.path, program.key(arch), "damaged, or of another program")
+    return None
+
+
+def _read(place: Path, name: str, program: Compilable, arch: str) -> Binary | None:
+    try:
+        content = read_file(place, name)
+    except UntrustedError as error:
+        _reject(place, name, str(error))
+        return None
+    except OSError:
+        return None
+    binary = entry.decode(content, program, arch)
+    if binary is None:
+        _reject(place, name, "damaged, or of another program")
+    return binary
+
+
+def _reject(place: Path, name: str, reason: str) -> None:
+    counters.add("rejected")
+    logger.info("rejected %s in %s: %s", name, place, reason)
+
+
+def _usable_folder() -> Path | None:
+    """The user's folder, if it may be read from; the reason why not is told once."""
+    if reason := why_unusable():
+        warn_once(f"folder {folder()}", f"kernels are kept in memory only: {reason}")
+        return None
+    return folder()
+
+
+def _is_prepared(place: Path) -> bool:
+    top = settings().cache_dir
+    assert top is not None
+    try:
+        make_private(place, top)
     except OSError as error:
         _warn(place, f"cannot be created ({error.strerror})")
         return False
+    _tidied.get(place, lambda: _tidy(place))
     return True
 
 
+def _tidy(place: Path) -> None:
+    with contextlib.suppress(OSError):
+        remove_stale_parts(place)
+
+
 def _warn(place: Path, reason: str) -> None:
-    warn_once(f"unwritable {place}", f"kernels are kept in memory only: {place} {reason}")
+    warn_once(f"folder {place}", f"kernels are kept in memory only: {place} {reason}")
 
 
-def _read(path: Path, program: Compilable, arch: str) -> Binary | None:
-    binary = entry.read_binary(path, program, arch)
-    if binary is None or not _same_toolchain(binary, program):
-        return None
-    counters.add("disk_hits")
-    return binary
-
-
-def _same_toolchain(binary: Binary, program: Compilable) -> bool:
-    """Whether the compiler of today would make the same binary.
-
-    Where there is no compiler to be asked, or it may not be used, what is kept is what there is.
-    """
-    if not settings().jit:
-        return True
-    try:
-        # What is installed need not be what is loaded: only the compiler itself can refuse.
-        compiler = compiler_of(program)
-        same = binary.compiler == compiler.installed_version()
-        same = same or binary.compiler == compiler.compiler_version()
-        return same and binary.headers == compiler.headers_version(program)
-    except CompilerUnavailable:
-        return True
-
-
-def _compile(program: Compilable, arch: str) -> Binary:
-    begin = time.perf_counter()
+def _compile(program: Compilable, arch: str, place: Path | None) -> Binary:
+    start = time.perf_counter()
     binary = compiler_of(program).compile_program(program, arch)
-    seconds = time.perf_counter() - begin
+    seconds = time.perf_counter() - start
     counters.add("compiles")
     counters.add("compile_seconds", seconds)
-    logger.info("compiled %s for %s in %.2f s", program.source, arch, seconds)
+    kept = "memory only" if place is None else str(place)
+    names = ", ".join(program.names)
+    logger.info("compiled %s %s for %s in %.2f s: %s", program.source, names, arch, seconds, kept)
     return binary
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock file of one key. Without it, work may be done twice, but never wrongly."""
-    from filelock import FileLock
+def _log_found(program: Compilable, arch: str, place: Path, start: float) -> None:
+    seconds, names = time.perf_counter() - start, ", ".join(program.names)
+    logger.debug("found %s %s for %s in %.4f s: %s", program.source, names, arch, seconds, place)
 
-    lock = FileLock(path.with_suffix(".lock"), timeout=LOCK_SECONDS)
-    try:
-        lock.acquire()
-    except (OSError, NotImplementedError) as error:  # a timeout is an OSError too
-        logger.debug("no lock for %s (%s): compiling without it", path.name, error)
-    try:
-        yield
-    finally:
-        lock.release()
+
+def _not_cached(program: Compilable, arch: str) -> str:
+    searched = [str(folder() or "no folder of the user"), *map(str, settings().cache_layers)]
+    command = (
+        f"gristmill warmup --arch {arch} --bundle FILE --program {shlex.quote(to_text(program))}"
+    )
+    return (
+        f"{program.source} ({', '.join(program.names)}) for {arch} is in no cache "
+        f"({', '.join(searched)}), and GRISTMILL_JIT=off forbids compiling it; make it where a "
+        f"compiler is, by: {command}; then name FILE in GRISTMILL_CACHE_LAYERS, or give it to "
+        f"gristmill cache import. Many at once: gristmill warmup OPS --all --arch {arch} --bundle "
+        f"FILE, or --recorded with what GRISTMILL_RECORD has written"
+    )

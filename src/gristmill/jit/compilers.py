@@ -1,13 +1,21 @@
-"""Which compiler makes a program: what the rest of the jit knows of either."""
+"""Which compiler makes a program, and a program as text: what the jit knows of both compilers."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import re
 from collections.abc import Hashable
+from pathlib import Path
 from typing import Any, Protocol
 
+from gristmill.errors import ArgumentError
 from gristmill.jit import nvrtc, triton
 from gristmill.jit.binary import Binary
+from gristmill.jit.program import Program
 from gristmill.jit.triton import TritonProgram
+
+_SOURCE = re.compile(r"[A-Za-z0-9_]+\.(cu|py)")
 
 
 class Compilable(Hashable, Protocol):
@@ -41,3 +49,47 @@ class Compiler(Protocol):
 def compiler_of(program: Compilable) -> Compiler:
     """The compiler of `program`. Neither is loaded by asking."""
     return triton if isinstance(program, TritonProgram) else nvrtc
+
+
+def to_text(program: Compilable) -> str:
+    """`program` as one line of JSON, for other processes and for people."""
+    assert isinstance(program, Program | TritonProgram)
+    given = {
+        field.name: getattr(program, field.name)
+        for field in dataclasses.fields(program)
+        if getattr(program, field.name) != field.default
+    }
+    return json.dumps(given, default=str)
+
+
+def from_text(text: str, *, anywhere: bool = False) -> Compilable:
+    """The program that `to_text` wrote; ArgumentError, saying why, if it is none.
+
+    Only of sources that belong to gristmill: to compile a file in Triton's language is to run it.
+    `anywhere` allows other folders, too.
+    """
+    try:
+        given = {name: _frozen(value) for name, value in json.loads(text).items()}
+        root = given.pop("root", None)
+        if root is not None:
+            if not anywhere:
+                raise ArgumentError("it has a folder of its own (root)")
+            given["root"] = Path(root)
+        if not _SOURCE.fullmatch(given["source"]):
+            raise ArgumentError(f"its source {given['source']!r} is no file name such as norm.cu")
+        kind = Program if given["source"].endswith(".cu") else TritonProgram
+        program: Compilable = kind(**given)
+        program.digest()  # reads the source
+    except ArgumentError as error:
+        raise ArgumentError(f"{text!r} is not a program of gristmill: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ArgumentError(
+            f"{text!r} is not a program of gristmill ({reason}); it is JSON such as "
+            f'{{"source": "norm.cu", "names": ["..."]}}, as KernelNotCached shows it'
+        ) from error
+    return program
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value

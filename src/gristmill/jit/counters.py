@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-import threading
+from gristmill.locks import Lock
 
-_NAMES = ("compiles", "compile_seconds", "memory_hits", "disk_hits", "loads")
+_NAMES = (
+    "compiles",
+    "compile_seconds",
+    "memory_hits",
+    "disk_hits",
+    "layer_hits",
+    "loads",
+    "load_seconds",
+    "rejected",
+)
 
-_lock = threading.Lock()
+_lock = Lock()
 _values: dict[str, float] = dict.fromkeys(_NAMES, 0)
 
 

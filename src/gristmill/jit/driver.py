@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,8 +18,10 @@ from gristmill.jit.once import Once
 from gristmill.jit.program import arch_of
 
 INVALID_CONTEXT = 201  # the thread that calls has none, or that of another device
+_NOT_INITIALIZED = 3
 
 _contexts: Once[int, Any] = Once()
+_initialised_in = 0  # the process that did; a fork of it cannot use the driver
 
 
 @functools.cache
@@ -30,6 +33,7 @@ def bindings() -> Any:
         raise CompilerUnavailable(
             f'cuda-bindings is missing ({error}); install it with: pip install "gristmill[nvrtc]"'
         ) from error
+    global _initialised_in
     try:
         (status,) = driver.cuInit(0)
     except Exception as error:  # the bindings have no common error for a library that is not there
@@ -41,6 +45,7 @@ def bindings() -> Any:
             code=int(status),
             name=status.name,
         )
+    _initialised_in = os.getpid()
     return driver
 
 
@@ -60,6 +65,8 @@ def driver_error(code: int, what: str) -> DriverError:
         text = driver.cuGetErrorString(driver.CUresult(code))[1].decode()
     except ValueError:  # a driver newer than the bindings
         name, text = f"CUDA error {code}", "unknown to the installed cuda-bindings"
+    if code == _NOT_INITIALIZED and os.getpid() != _initialised_in:
+        text = "this process was forked after CUDA was initialised; start it with spawn"
     return DriverError(f"{what}: {name} ({text})", code=code, name=name)
 
 

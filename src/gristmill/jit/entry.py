@@ -8,11 +8,11 @@ damaged file is a kernel that is not there, never an error.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import struct
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from gristmill.jit.binary import Binary
@@ -27,16 +27,33 @@ _HASH_BYTES = 32
 
 @dataclass(frozen=True)
 class Entry:
-    """One file of the cache, as `gristmill cache ls` shows it."""
+    """What one file of the cache holds, as `gristmill cache ls` shows it."""
 
-    path: Path
-    size: int
-    modified: float
     key: str
     source: str
     names: tuple[str, ...]
     arch: str
     compiler: str
+
+
+def file_name(key: str, compiler: str, headers: str) -> str:
+    """The name of the file for a program and the compiler that made it.
+
+    The compiler and this format are in it, so that two environments, or two versions of gristmill,
+    share a folder without overwriting each other's files.
+    """
+    return f"{key}.{_tag(compiler, headers)}{SUFFIX}"
+
+
+def key_in(name: str) -> str:
+    """The key in the name of a file."""
+    return name.removesuffix(SUFFIX).rpartition(".")[0]
+
+
+@functools.cache
+def _tag(compiler: str, headers: str) -> str:
+    made = "\n".join((compiler, headers)).encode() + _MAGIC
+    return hashlib.sha256(made).hexdigest()[:8]
 
 
 def encode(program: Compilable, arch: str, binary: Binary) -> bytes:
@@ -58,51 +75,54 @@ def encode(program: Compilable, arch: str, binary: Binary) -> bytes:
     return _MAGIC + hashlib.sha256(body).digest() + body
 
 
-def read_binary(path: Path, program: Compilable, arch: str) -> Binary | None:
-    """The binary kept at `path`, if it is whole and is the one of `program` for `arch`."""
-    found = _read(path)
-    if found is None or found[0]["key"] != program.key(arch):
+def decode(content: bytes, program: Compilable, arch: str) -> Binary | None:
+    """The binary in `content`, if it is whole and is the one of `program` for `arch`."""
+    found = _parsed(content)
+    if found is None:
         return None
     header, cubin = found
-    return Binary(
-        cubin,
-        header["lowered"],
-        header["log"],
-        header["compiler"],
-        header["headers"],
-        header.get("facts", {}),  # files written before there were any have none
-    )
+    try:
+        if header["key"] != program.key(arch) or set(header["lowered"]) != set(program.names):
+            return None
+        return Binary(
+            cubin,
+            header["lowered"],
+            header["log"],
+            header["compiler"],
+            header["headers"],
+            header["facts"],
+        )
+    except (KeyError, TypeError):
+        return None
 
 
-def read_entry(path: Path) -> Entry | None:
-    """What `path` holds, for a listing; None if it is not a whole cached kernel."""
-    found = _read(path)
+def describe(content: bytes) -> Entry | None:
+    """What `content` is, for a listing; None if it is not a whole cached kernel."""
+    found = _parsed(content)
     if found is None:
         return None
     header = found[0]
-    status = path.stat()
-    return Entry(
-        path=path,
-        size=status.st_size,
-        modified=status.st_mtime,
-        key=header["key"],
-        source=header["source"],
-        names=tuple(header["names"]),
-        arch=header["arch"],
-        compiler=header["compiler"],
-    )
-
-
-def _read(path: Path) -> tuple[dict[str, Any], bytes] | None:
-    """Header and cubin of a whole file of this format."""
     try:
-        content = path.read_bytes()
-    except OSError:
+        return Entry(
+            key=header["key"],
+            source=header["source"],
+            names=tuple(header["names"]),
+            arch=header["arch"],
+            compiler=header["compiler"],
+        )
+    except (KeyError, TypeError):
         return None
+
+
+def _parsed(content: bytes) -> tuple[dict[str, Any], bytes] | None:
+    """Header and cubin of whole content of this format."""
     hash_at, body_at = len(_MAGIC), len(_MAGIC) + _HASH_BYTES
     body = content[body_at:]
     if not content.startswith(_MAGIC) or hashlib.sha256(body).digest() != content[hash_at:body_at]:
         return None
-    # The hash held, so what follows is what `encode` of this format's version wrote.
-    (length,) = _LENGTH.unpack_from(body)
-    return json.loads(body[_LENGTH.size :][:length]), body[_LENGTH.size + length :]
+    try:
+        (length,) = _LENGTH.unpack_from(body)
+        header = json.loads(body[_LENGTH.size :][:length])
+    except (struct.error, ValueError):
+        return None
+    return (header, body[_LENGTH.size + length :]) if isinstance(header, dict) else None

@@ -1,7 +1,8 @@
 """Folders that only their owner can write to, and files that are whole or not there.
 
-A kernel that is read from a file runs with the user's rights, so it is read only from a folder
-that nobody else could have put it in.
+A kernel that is read from a file runs with the user's rights, so it is read only from a folder, and
+from a file in it, that nobody but the user and root could have written. What is checked is what was
+opened, not what a path meant a moment ago.
 """
 
 from __future__ import annotations
@@ -9,7 +10,23 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
+
+# No kernel comes near it (the largest are 0.2 MB): whatever is larger is something else.
+MOST_BYTES = 64 * 1024 * 1024
+# A temporary file is there for milliseconds; what is older was left by a process that was killed.
+STALE_S = 3600
+PART = ".part"
+
+# Not there on Windows, where a user's own folders are private by default.
+_FOLDER = getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
+_FILE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+
+
+class UntrustedError(OSError):
+    """A file or folder that somebody else could have written."""
 
 
 def why_untrusted(folder: Path, top: Path) -> str | None:
@@ -25,11 +42,59 @@ def why_untrusted(folder: Path, top: Path) -> str | None:
             found = None
         except OSError as error:
             return f"{place} cannot be read ({error.strerror})"
-        if found is not None and (reason := _why_unsafe(found)):
-            return f"{place} {reason}"
+        if found is not None:
+            reason = None if stat.S_ISDIR(found.st_mode) else "is not a folder"
+            if reason := reason or _why_unsafe(found):
+                return f"{place} {reason}"
         if place == top:
             break
     return None
+
+
+def read_file(folder: Path, name: str, most: int = MOST_BYTES) -> bytes:
+    """The content of a file in `folder`, which `why_untrusted` has nothing against.
+
+    OSError if it is not there, is no plain file, is larger than `most`, or if it or the folder
+    could have been written by others.
+    """
+    place = open_folder(folder)
+    try:
+        handle = open_file(name, place)
+        try:
+            size = os.fstat(handle).st_size
+            if size > most:
+                raise UntrustedError(f"{folder / name} has {size} bytes")
+            with os.fdopen(os.dup(handle), "rb") as file:
+                return file.read(most)
+        finally:
+            os.close(handle)
+    finally:
+        os.close(place)
+
+
+def open_folder(folder: Path) -> int:
+    """A handle of `folder`, if only the user and root can write there."""
+    handle = os.open(folder, os.O_RDONLY | _FOLDER)
+    return _checked(handle, str(folder))
+
+
+def open_file(name: str | Path, folder: int | None = None) -> int:
+    """A handle of a plain file that only the user and root can write to, for reading.
+
+    `folder` is the handle of the folder that `name` stands in. A pipe does not make it wait.
+    """
+    handle = os.open(name, os.O_RDONLY | _FILE, dir_fd=folder)
+    return _checked(handle, str(name), plain=True)
+
+
+def names_in(folder: Path, prefix: str = "", suffix: str = "") -> list[str]:
+    """The names of files in `folder`, sorted; none where it cannot be read."""
+    try:
+        with os.scandir(folder) as found:
+            names = [one.name for one in found]
+    except OSError:
+        return []
+    return sorted(name for name in names if name.startswith(prefix) and name.endswith(suffix))
 
 
 def make_private(folder: Path, top: Path) -> None:
@@ -46,23 +111,61 @@ def make_private(folder: Path, top: Path) -> None:
         level.mkdir(mode=0o700, exist_ok=True)
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def make_folders(folder: Path) -> None:
+    """Make `folder` and those above it that are missing; for the owner only, whatever the umask."""
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    for one in reversed(missing):
+        one.mkdir(mode=0o700, exist_ok=True)
+
+
+def write_whole(path: Path, content: bytes, mode: int = 0o600) -> None:
     """Write a file so that a reader sees either all of it or what was there before."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PART)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
+        Path(name).chmod(mode)
         Path(name).replace(path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
 
 
+def remove_stale_parts(folder: Path) -> None:
+    """Delete what writers that were killed have left behind in `folder`."""
+    for path in stale_parts(folder):
+        path.unlink(missing_ok=True)
+
+
+def stale_parts(folder: Path) -> Iterator[Path]:
+    """Temporary files whose writers are gone."""
+    before = time.time() - STALE_S
+    for name in names_in(folder, ".", PART):
+        path = folder / name
+        try:
+            old = path.lstat().st_mtime < before
+        except OSError:
+            continue
+        if old:
+            yield path
+
+
+def _checked(handle: int, name: str, plain: bool = False) -> int:
+    try:
+        found = os.fstat(handle)
+        if plain and not stat.S_ISREG(found.st_mode):
+            raise UntrustedError(f"{name} is no plain file")
+        if reason := _why_unsafe(found):
+            raise UntrustedError(f"{name} {reason}")
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
+
 def _why_unsafe(found: os.stat_result) -> str | None:
-    if not stat.S_ISDIR(found.st_mode):
-        return "is not a folder"
     if not hasattr(os, "getuid"):
-        return None  # Windows: a user's own folders are private by default, modes say nothing
+        return None  # Windows: modes say nothing
     if found.st_uid not in (0, os.getuid()):
         return f"belongs to another user (uid {found.st_uid})"
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

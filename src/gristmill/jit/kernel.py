@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -32,6 +32,7 @@ from gristmill.jit.driver import (
     launch_function,
 )
 from gristmill.jit.once import Once
+from gristmill.locks import Lock
 
 # Called with a stream handle and the values of the parameter struct. A function and not an object
 # with __call__, which would cost 0.12 us more at each call; immutable, for any thread.
@@ -41,6 +42,8 @@ Launch: TypeAlias = Callable[..., None]
 # device with clusters can run.
 _SHARED_UNASKED = 48 * 1024
 _CLUSTER_PORTABLE = 8
+# Programs have a handful; but handles of streams that come and go are any numbers.
+_STREAMS_KEPT = 128
 
 _kernels: Once[tuple[Compilable, str, int], Kernel] = Once()
 _modules: Once[tuple[str, int], Any] = Once()
@@ -110,7 +113,7 @@ class Kernel:
         self.facts: Mapping[str, int] = facts or {}
         self.device_index = device_index
         self._function = function
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._shared_allowed = 0
         attribute = bindings().CUfunction_attribute
         self.registers = self._attribute(attribute.CU_FUNC_ATTRIBUTE_NUM_REGS)
@@ -306,21 +309,27 @@ class Kernel:
         return struct.Struct(f"{params.format}{padding}x") if padding else params
 
 
+class _Config(ctypes.c_void_p):
+    """The address of a launch configuration, which it keeps alive.
+
+    So the dict that it stands in may forget it while another thread launches with it.
+    """
+
+    def __init__(self, owner: Any) -> None:
+        super().__init__(owner.getPtr())
+        self.owner = owner
+
+
 def _per_stream(
     shape: _Shape,
 ) -> tuple[dict[int, ctypes.c_void_p], Callable[[int], ctypes.c_void_p]]:
-    """Launch configurations by stream, and what adds one at a stream's first launch.
-
-    A handle is an address that the driver uses again, so there are never more than there were
-    streams at one time.
-    """
+    """Launch configurations by stream, and what adds one at a stream's first launch."""
     configs: dict[int, ctypes.c_void_p] = {}
-    owners: list[Any] = []
 
     def add(stream: int) -> ctypes.c_void_p:
-        config = shape.config(stream)
-        owners.append(config)
-        return configs.setdefault(stream, ctypes.c_void_p(config.getPtr()))
+        if len(configs) >= _STREAMS_KEPT:
+            configs.clear()
+        return configs.setdefault(stream, _Config(shape.config(stream)))
 
     return configs, add
 
@@ -336,8 +345,10 @@ def _load(program: Compilable, name: str, device_index: int) -> Kernel:
     driver = bindings()
 
     def load_module() -> Any:
+        start = time.perf_counter()
         module = checked(driver.cuModuleLoadData(binary.cubin), f"loading {program.source}")
         counters.add("loads")
+        counters.add("load_seconds", time.perf_counter() - start)
         return module
 
     with current_device(device_index):

@@ -88,6 +88,11 @@ def headers_version(program: Program) -> str:
     """ "cuda 13.0" for a program that includes headers of the toolkit found here, else ""."""
     if not program.includes_cuda_headers() or (folder := include_dir()) is None:
         return ""
+    return _headers_in(folder)
+
+
+@functools.cache
+def _headers_in(folder: Path) -> str:
     text = (folder / "cuda_runtime_api.h").read_text(encoding="utf-8", errors="replace")
     match = re.search(r"#define\s+CUDART_VERSION\s+(\d+)", text)
     number = int(match[1]) if match else 0

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import weakref
 from collections.abc import Callable, Hashable
 from concurrent.futures import CancelledError, Future
 from typing import Any, Generic, TypeVar
+
+from gristmill.locks import Lock
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
@@ -24,7 +25,7 @@ class Once(Generic[Key, Value]):
     def __init__(self) -> None:
         self._made: dict[Key, Value] = {}
         self._making: dict[Key, Future[Value]] = {}
-        self._lock = threading.Lock()
+        self._lock = Lock()
         _instances.add(self)
 
     def get(self, key: Key, make: Callable[[], Value]) -> Value:
@@ -72,7 +73,6 @@ class Once(Generic[Key, Value]):
     def forget_unfinished(self) -> None:
         """In a forked child the threads that were making values do not exist: wait for none."""
         self._making = {}
-        self._lock = threading.Lock()
 
 
 _instances: weakref.WeakSet[Once[Any, Any]] = weakref.WeakSet()

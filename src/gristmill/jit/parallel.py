@@ -9,11 +9,9 @@ or written to, few programs) everything is compiled in this process.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import os
-import pickle
 import queue
 import subprocess
 import sys
@@ -24,8 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gristmill.jit import cache, counters
-from gristmill.jit.compilers import Compilable
-from gristmill.jit.folder import make_private, why_untrusted
+from gristmill.jit.compilers import Compilable, from_text, to_text
 from gristmill.settings import settings
 
 # A worker takes 0.3 s to start, a compile 0.1 s to 1 s: fewer programs than this for each worker
@@ -81,12 +78,12 @@ def compile_all(
 
     missing: list[Compilable] = []
     for program in wanted:
-        if cache.is_in_folder(program, arch):
+        if cache.is_cached(program, arch):
             tell(Compiled(program, "cached", 0.0))
         else:
             missing.append(program)
     count = worker_count(len(missing)) if workers is None else min(workers, len(missing))
-    if count > 1 and _folder_is_usable():
+    if count > 1 and settings().jit and cache.is_writable():
         with contextlib.closing(_in_workers(missing, arch, count)) as results:
             for result in results:
                 # A worker that could not write has compiled for nobody.
@@ -113,9 +110,9 @@ def work() -> None:
     os.dup2(2, 1)
     answers.write("ready\n")
     answers.flush()
-    for line in sys.stdin.buffer:
-        program, arch = pickle.loads(base64.b64decode(line))
-        result = _compiled_here(program, arch)
+    for line in sys.stdin:
+        arch, _, text = line.partition(" ")
+        result = _compiled_here(from_text(text, anywhere=True), arch)
         answers.write(json.dumps([result.how, result.seconds, result.error]) + "\n")
         answers.flush()
 
@@ -133,18 +130,6 @@ def _compiled_here(program: Compilable, arch: str) -> Compiled:
 
 def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _folder_is_usable() -> bool:
-    """Whether what one process compiles is there for another."""
-    folder, top = cache.folder(), settings().cache_dir
-    if not settings().jit or why_untrusted(folder, top) is not None:
-        return False
-    try:
-        make_private(folder, top)
-    except OSError:
-        return False
-    return os.access(folder, os.W_OK)
 
 
 class _Worker:
@@ -167,7 +152,7 @@ class _Worker:
         """What became of `program`; None if the process died meanwhile."""
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(base64.b64encode(pickle.dumps((program, arch))) + b"\n")
+            self._process.stdin.write(f"{arch} {to_text(program)}\n".encode())
             self._process.stdin.flush()
         except OSError:
             return None
@@ -219,9 +204,13 @@ def _in_workers(
             if worker is not None:
                 worker.end()
 
+    serving = 0
     for _ in range(count):
-        threading.Thread(target=serve, daemon=True).start()
-    serving = count
+        try:
+            threading.Thread(target=serve, daemon=True).start()
+        except RuntimeError:  # the interpreter is shutting down: no thread may be started any more
+            break
+        serving += 1
     try:
         while serving:
             result = results.get()

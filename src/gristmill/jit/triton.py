@@ -20,7 +20,6 @@ import json
 import re
 import struct
 import sys
-import threading
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from typing import Any, TypeAlias
 from gristmill.errors import ArgumentError, CompileError, CompilerUnavailable
 from gristmill.jit.binary import Binary
 from gristmill.jit.program import key_of
+from gristmill.locks import Lock
 
 PACKAGE = "gristmill.kernels.triton"
 
@@ -48,7 +48,7 @@ Constant: TypeAlias = "int | bool | str | None"
 
 # Triton keeps state of its own while it compiles (knobs, the interpreter of its language), and most
 # of a compile holds Python's lock anyway.
-_compiling = threading.Lock()
+_compiling = Lock()
 
 
 @dataclass(frozen=True)

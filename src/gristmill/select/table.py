@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gristmill.errors import TableError
+from gristmill.jit.file_lock import locked_folder
+from gristmill.jit.folder import make_folders, write_whole
 from gristmill.select.configs import config_from_json
-from gristmill.select.files import locked, make_folder, write_atomically
 from gristmill.select.problem import HINTS, bucket
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from gristmill.select.variant import Variant
 
 SCHEMA = 2
+# A table is merged and written in milliseconds; whoever holds the lock longer is stuck.
+_PATIENCE_S = 5.0
 
 _ROWS_WORD = re.compile(r" rows=(\d+)\b")
 
@@ -120,8 +123,8 @@ class Table:
         is known of the others, and several processes may save at once. A file that is no table of
         this GPU raises TableError and stays.
         """
-        make_folder(path.parent)
-        with locked(path.parent):
+        make_folders(path.parent)
+        with locked_folder(path.parent, _PATIENCE_S):
             merged = dict(self.rows)
             if path.exists():
                 known = Table.load(path)
@@ -130,7 +133,7 @@ class Table:
                 merged = {**known.rows, **merged}
                 if merged == known.rows:
                     return
-            write_atomically(path, self._text(merged.values()))
+            write_whole(path, self._text(merged.values()).encode(), mode=0o644)
 
     def hints(self, problem: Problem) -> tuple[int, ...]:
         """The sizes at which problems of this family are measured, ascending."""

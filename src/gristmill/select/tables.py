@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
-from threading import Lock
 from typing import TYPE_CHECKING
 
 from gristmill.errors import TableError
+from gristmill.jit.folder import read_file, why_untrusted
+from gristmill.jit.layers import layers
+from gristmill.locks import Lock
 from gristmill.log import warn_once
 from gristmill.select.table import Row, Table, parse
 from gristmill.settings import settings
@@ -45,7 +47,8 @@ def tables_for(device: Device) -> tuple[TableSource, ...]:
                 measured = TableSource(
                     "tuning of this process", Table.for_device(device), f"measured on {device.name}"
                 )
-                sources = (measured, _user_table(device), _shipped_table(device))
+                layered = _layer_tables(device)
+                sources = (measured, _user_table(device), *layered, _shipped_table(device))
                 found = tuple(source for source in sources if source is not None)
                 # From the last to the first: what one table has split, those before it must not
                 # speak for as a whole.
@@ -76,6 +79,10 @@ def remember(
         if not keep or (path is None and settings().table != "on"):
             return
         place = path or user_table_path(device)
+        if place is None:
+            nowhere = "there is no folder for tables; what was tuned is kept in memory only"
+            warn_once("table nowhere", nowhere)
+            return
         kept = Table.for_device(device)
         for row in rows:
             kept.put(row)
@@ -92,24 +99,62 @@ def slug(gpu: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") or "unknown"
 
 
-def user_table_path(device: Device) -> Path:
-    return settings().cache_dir / "tables" / f"{slug(device.name)}.json"
+def user_table_path(device: Device) -> Path | None:
+    """The file of the user's own table; None where the user has no folder."""
+    top = settings().cache_dir
+    return None if top is None else top / "tables" / table_name(device)
+
+
+def table_name(device: Device) -> str:
+    """The file name of a table of this GPU, in the user's folder and in layers."""
+    return f"{slug(device.name)}.json"
+
+
+def user_table(device: Device) -> bytes | None:
+    """The user's own table as it is on disk, if it may be trusted; the reason is told once."""
+    path, top = user_table_path(device), settings().cache_dir
+    if path is None or top is None or not path.exists():
+        return None
+    if reason := why_untrusted(path.parent, top):
+        warn_once(f"table {path}", f"table {path}: {reason}; it is ignored")
+        return None
+    try:
+        return read_file(path.parent, path.name)
+    except OSError as error:
+        warn_once(f"table {path}", f"table {path}: {error.strerror or error}; it is ignored")
+        return None
 
 
 def _user_table(device: Device) -> TableSource | None:
-    if settings().table != "on":
+    if settings().table != "on" or (content := user_table(device)) is None:
         return None
-    path = user_table_path(device)
+    note = f"measured on this machine's {device.name}"
+    return _source(content, str(user_table_path(device)), device, "user table", note)
+
+
+def _layer_tables(device: Device) -> list[TableSource]:
+    """Tables that came with bundles, or stand in folders that are layers of the cache."""
+    if settings().table != "on":
+        return []
+    found = []
+    for layer in layers():
+        content = layer.table(table_name(device))
+        if content is not None:
+            note = f"measured on {device.name}, in {layer.path}"
+            source = _source(content, str(layer.path), device, "table of a layer", note)
+            found += [] if source is None else [source]
+    return found
+
+
+def _source(content: bytes, path: str, device: Device, label: str, note: str) -> TableSource | None:
     try:
-        if not path.exists():
-            return None
-        table = Table.load(path)
+        table = parse(content.decode(), path)
         if table.gpu != device.name:
             raise TableError(f"table {path}: is for {table.gpu!r}, not for {device.name!r}")
-    except (TableError, OSError) as error:
+    except (TableError, UnicodeDecodeError) as error:
         warn_once(f"table {path}", f"{error}; it is ignored")
         return None
-    return TableSource("user table", table, f"measured on this machine's {device.name}")
+    return TableSource(label, table, note)
 
 
 def _shipped_table(device: Device) -> TableSource | None:

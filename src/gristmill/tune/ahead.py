@@ -80,6 +80,11 @@ def open_table(device: Device, path: Path | None) -> tuple[Path, Table]:
             f"tune: GRISTMILL_TABLE={settings().table} keeps no table; give one by --table"
         )
     place = path or user_table_path(device)
+    if place is None:
+        raise ArgumentError(
+            "tune: there is no folder for the table (no home, and GRISTMILL_CACHE_DIR is not set); "
+            "give a file by --table"
+        )
     if not place.exists():
         return place, Table.for_device(device)
     try:

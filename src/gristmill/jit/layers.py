@@ -1,0 +1,128 @@
+"""Read-only layers of the cache: bundles, and folders like its own (GRISTMILL_CACHE_LAYERS).
+
+A layer is looked at once, at the first kernel that is not in the user's folder. One that is not
+there, is damaged or could have been written by others is one warning, and is passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+from gristmill.errors import BundleError
+from gristmill.jit import entry
+from gristmill.jit.bundle import TABLES, Bundle
+from gristmill.jit.folder import names_in, read_file, why_untrusted
+from gristmill.jit.once import Once
+from gristmill.log import warn_once
+from gristmill.settings import settings
+
+
+class Layer(Protocol):
+    """Something that kernels and tables are read from."""
+
+    @property
+    def path(self) -> Path: ...
+
+    def kernels(self, key: str) -> Iterator[bytes]:
+        """The contents of the files that are named for this key."""
+
+    def table(self, name: str) -> bytes | None:
+        """The content of the tuned table of this file name."""
+
+    def count(self) -> int:
+        """How many kernels there are."""
+
+
+class FolderLayer:
+    """A folder with `kernels/` and `tables/` in it. What is in it is listed once."""
+
+    def __init__(self, path: Path) -> None:
+        """OSError if the folder cannot be listed, with the reason where it is not trusted."""
+        self.path = path
+        self._kernels = path / "kernels"
+        self._by_key: dict[str, list[str]] = {}
+        if not path.is_dir():
+            raise OSError("is no folder and no bundle" if path.exists() else "is not there")
+        if reason := why_untrusted(self._kernels, path):
+            raise OSError(reason)
+        if not self._kernels.exists():
+            raise OSError("has no folder named kernels in it")
+        for name in names_in(self._kernels, suffix=entry.SUFFIX):
+            self._by_key.setdefault(entry.key_in(name), []).append(name)
+
+    def kernels(self, key: str) -> Iterator[bytes]:
+        for name in self._by_key.get(key, ()):
+            try:
+                yield read_file(self._kernels, name)
+            except OSError as error:
+                warn_once(f"layer {self.path} {name}", f"layer {self.path}: {name} ({error})")
+
+    def table(self, name: str) -> bytes | None:
+        folder = self.path / "tables"
+        if why_untrusted(folder, self.path) is not None:
+            return None
+        try:
+            return read_file(folder, name)
+        except OSError:
+            return None
+
+    def count(self) -> int:
+        return len(self._by_key)
+
+
+class BundleLayer:
+    """A bundle, kept open: a file that takes its place is not looked at."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._bundle = Bundle.open(path)
+
+    def kernels(self, key: str) -> Iterator[bytes]:
+        for name in self._bundle.named(key):
+            content = self._bundle.read(name)
+            if content is None:
+                warn_once(f"layer {self.path} {name}", f"layer {self.path}: {name} is damaged")
+            else:
+                yield content
+
+    def table(self, name: str) -> bytes | None:
+        return self._bundle.read(TABLES + name)
+
+    def count(self) -> int:
+        return sum(not name.startswith(TABLES) for name in self._bundle.names)
+
+
+_opened: Once[Path, Layer | str] = Once()
+
+
+def layers() -> list[Layer]:
+    """The layers that can be used, in the order in which they are asked."""
+    found = []
+    for path in settings().cache_layers:
+        layer = open_layer(path)
+        if isinstance(layer, str):
+            warn_once(f"layer {path}", f"{layer}; this layer of the cache is passed over")
+        else:
+            found.append(layer)
+    return found
+
+
+def open_layer(path: Path) -> Layer | str:
+    """The layer at `path`, or why there is none."""
+    return _opened.get(path, lambda: _open(path))
+
+
+def forget_layers() -> None:
+    """Look at all layers again (tests)."""
+    _opened.clear()
+
+
+def _open(path: Path) -> Layer | str:
+    try:
+        return BundleLayer(path) if path.is_file() else FolderLayer(path)
+    except BundleError as error:
+        return str(error)
+    except OSError as error:
+        return f"GRISTMILL_CACHE_LAYERS: {path}: {error.strerror or error}"
