@@ -363,7 +363,9 @@ def test_a_lock_that_cannot_be_had_is_done_without(tiny, home, compiler, monkeyp
     monkeypatch.setattr(cache, "LOCK_SECONDS", 0.05)
     (home.path).mkdir(mode=0o700)
     (home.path / "kernels").mkdir(mode=0o700)
-    with locked_file(home.path / "kernels" / f"{tiny.key(ARCH)}.lock", 1.0):
+    with locked_file(
+        home.path / "kernels" / f"{entry.file_name(tiny.key(ARCH), 'nvrtc 13.0', '')}.lock", 1.0
+    ):
         cache.load_or_compile(tiny, ARCH)
     assert len(compiler) == 1
     assert len(home.files()) == 1

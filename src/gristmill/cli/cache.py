@@ -11,9 +11,16 @@ from rich.table import Table
 
 from gristmill.cli.common import console, write_json
 from gristmill.errors import BundleError, GristmillError
-from gristmill.jit import bundle, cache
+from gristmill.jit import bundle, cache, entry
 from gristmill.jit.bundle import KERNELS, TABLES, Bundle
-from gristmill.jit.folder import make_private, read_file, stale_parts, why_untrusted, write_whole
+from gristmill.jit.folder import (
+    make_private,
+    names_in,
+    read_file,
+    stale_parts,
+    why_untrusted,
+    write_whole,
+)
 from gristmill.jit.layers import open_layer
 from gristmill.settings import settings
 
@@ -99,10 +106,7 @@ def import_(path: Path, sha256: str | None) -> None:
     _refuse_unusable()
     top = settings().cache_dir
     assert top is not None
-    opened = Bundle.open(path) if sha256 is None else Bundle.open_unchecked(path)
-    with opened as source:
-        if sha256 is not None and source.sha256() != sha256.strip().lower():
-            raise BundleError(f"bundle {path}: its sha256 is {source.sha256()}, not {sha256}")
+    with Bundle.open(path) if sha256 is None else Bundle.open_pinned(path, sha256) as source:
         # All of it is read and checked before any of it is kept.
         files = {name: _checked(source, name) for name in source.names}
     added = {KERNELS: 0, TABLES: 0}
@@ -128,7 +132,7 @@ def verify(path: Path | None) -> None:
         wrong += len(found)
         for fault in found:
             typer.echo(f"{place}: {fault}")
-        typer.echo(f"{place}: {_count(place)} programs, {len(found)} problems")
+        typer.echo(f"{place}: {_about(place)}, {len(found)} problems")
     if wrong:
         raise typer.Exit(1)
 
@@ -148,25 +152,26 @@ def _faults(place: Path) -> list[str]:
     if reason := why_untrusted(folder, place):
         return [f"is not used: {reason}"]
     found = [f"{path.name}: was left by a writer that was killed" for path in stale_parts(folder)]
-    for path in sorted(folder.glob("*.kernel")):
+    for name in names_in(folder, suffix=entry.SUFFIX):
         try:
-            content = read_file(folder, path.name)
+            content = read_file(folder, name)
         except OSError as error:
-            found.append(f"{path.name}: cannot be read ({error.strerror or error})")
+            found.append(f"{name}: cannot be read ({error.strerror or error})")
             continue
-        if not bundle.is_kernel(path.name, content):
-            found.append(f"{path.name}: is damaged, or holds another kernel than its name says")
+        if not bundle.is_kernel(name, content):
+            found.append(f"{name}: is damaged, or holds another kernel than its name says")
     return found
 
 
-def _count(place: Path) -> int:
-    if place.is_file():
-        try:
-            with Bundle.open_unchecked(place) as opened:
-                return sum(name.startswith(KERNELS) for name in opened.names)
-        except BundleError:
-            return 0
-    return sum(1 for _ in (place / "kernels").glob("*.kernel"))
+def _about(place: Path) -> str:
+    if not place.is_file():
+        return f"{len(names_in(place / 'kernels', suffix=entry.SUFFIX))} programs"
+    try:
+        with Bundle.open_unchecked(place) as opened:
+            count = sum(name.startswith(KERNELS) for name in opened.names)
+            return f"{count} programs, sha256 {opened.sha256()}"
+    except BundleError:
+        return "no programs"
 
 
 def _checked(source: Bundle, name: str) -> bytes:

@@ -47,6 +47,14 @@ class Member:
     size: int
     sha256: str
 
+    def check(self) -> None:
+        """ValueError if these are not numbers of bytes and a hash."""
+        for number in (self.at, self.packed, self.size):
+            if type(number) is not int or not 0 <= number < 2**62:
+                raise ValueError(f"{number!r} is no number of bytes")
+        if not isinstance(self.sha256, str):
+            raise ValueError(f"{self.sha256!r} is no hash")
+
 
 class Bundle:
     """An open bundle. Reads by `pread`, so that threads and forked processes can share it."""
@@ -69,11 +77,25 @@ class Bundle:
         BundleError says what is wrong otherwise; OSError if it cannot be opened at all.
         """
         try:
-            os.close(open_folder(path.parent))
-            handle = open_file(path)
+            place = path.resolve(strict=True)  # a link is as good as what it leads to
+            os.close(open_folder(place.parent))
+            handle = open_file(place)
         except UntrustedError as error:
             raise BundleError(f"bundle {path}: {error}") from error
         return cls._adopt(path, handle)
+
+    @classmethod
+    def open_pinned(cls, path: Path, sha256: str) -> Bundle:
+        """A private copy of the file at `path`, if that is its hash; whoever can write there."""
+        total = hashlib.sha256()
+        with path.open("rb") as source, tempfile.TemporaryFile() as copy:
+            while piece := source.read(1 << 20):
+                total.update(piece)
+                copy.write(piece)
+            copy.flush()
+            if total.hexdigest() != sha256.strip().lower():
+                raise BundleError(f"bundle {path}: its sha256 is {total.hexdigest()}, not {sha256}")
+            return cls._adopt(path, os.dup(copy.fileno()))
 
     @classmethod
     def open_unchecked(cls, path: Path) -> Bundle:
@@ -131,12 +153,16 @@ class Bundle:
                 f"bundle {self.path}: has format {form}, and gristmill {__version__} reads {FORMAT}"
             )
         member = Member(at, packed, size, found[-1][5].decode())
+        if at + packed > end:
+            raise BundleError(f"bundle {self.path}: is no bundle of gristmill, or not a whole one")
         content = self._inflated(member, _MOST_MANIFEST)
         if content is None:
             raise BundleError(f"bundle {self.path}: its manifest is damaged")
         try:
             manifest = json.loads(content)
             members = {name: Member(**about) for name, about in manifest.pop("files").items()}
+            for one in members.values():
+                one.check()
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise BundleError(f"bundle {self.path}: its manifest is damaged ({error})") from error
         for name in members:
@@ -145,7 +171,7 @@ class Bundle:
         return members, manifest
 
     def _inflated(self, member: Member, most: int = MOST_BYTES) -> bytes | None:
-        if not (0 <= member.size <= most and 0 <= member.packed <= most and member.at >= 0):
+        if max(member.size, member.packed) > most:
             return None
         try:
             packed = os.pread(self._handle, member.packed, member.at)

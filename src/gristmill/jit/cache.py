@@ -174,11 +174,13 @@ def _made(program: Compilable, arch: str) -> Binary:
     """From the compiler, and into the folder."""
     if not settings().jit:
         raise KernelNotCached(_not_cached(program, arch))
-    compiler_of(program).compiler_version()  # no compiler: say so now, before anything is written
+    compiler = compiler_of(program)
+    version = compiler.compiler_version()  # no compiler: say so now, before anything is written
     place = _usable_folder()
     if place is None or not _is_prepared(place):
         return _compile(program, arch, None)
-    lock = place / f"{program.key(arch)}{_LOCK}"
+    name = entry.file_name(program.key(arch), version, compiler.headers_version(program))
+    lock = place / f"{name}{_LOCK}"
     with locked_file(lock, LOCK_SECONDS):
         # Another process may have made it while this one waited.
         binary = _in_folder(program, arch)
@@ -186,7 +188,6 @@ def _made(program: Compilable, arch: str) -> Binary:
             counters.add("disk_hits")
         else:
             binary = _compile(program, arch, place)
-            name = entry.file_name(program.key(arch), binary.compiler, binary.headers)
             try:
                 write_whole(place / name, entry.encode(program, arch, binary))
             except OSError as error:
@@ -251,8 +252,12 @@ def _read(place: Path, name: str, program: Compilable, arch: str) -> Binary | No
     except OSError:
         return None
     binary = entry.decode(content, program, arch)
-    if binary is None:
-        _reject(place, name, "damaged, or of another program")
+    # The name says which compiler made it; what it says itself must be the same.
+    if binary is None or name != entry.file_name(
+        program.key(arch), binary.compiler, binary.headers
+    ):
+        _reject(place, name, "damaged, or not what its name says")
+        return None
     return binary
 
 

@@ -51,7 +51,10 @@ def _locked(path: Path, flags: int, patience_s: float) -> Iterator[None]:
         _wait(handle, path, patience_s)
         yield
     finally:
-        # Closing gives the lock back; what an ailing disk says of it is of no consequence.
+        # In so many words: a fork of this process has the handle, too, and may live for hours. What
+        # an ailing disk says to either is of no consequence.
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)
         with contextlib.suppress(OSError):
             os.close(handle)
 

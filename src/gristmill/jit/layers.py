@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from gristmill.errors import BundleError
-from gristmill.jit import entry
+from gristmill.jit import counters, entry
 from gristmill.jit.bundle import TABLES, Bundle
 from gristmill.jit.folder import names_in, read_file, why_untrusted
 from gristmill.jit.once import Once
@@ -83,6 +83,7 @@ class BundleLayer:
         for name in self._bundle.named(key):
             content = self._bundle.read(name)
             if content is None:
+                counters.add("rejected")
                 warn_once(f"layer {self.path} {name}", f"layer {self.path}: {name} is damaged")
             else:
                 yield content
