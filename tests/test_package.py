@@ -18,7 +18,9 @@ PACKAGE = ROOT / "src" / "gristmill"
 # Each module may import from its own row and those above it: docs/design.md.
 LAYERS = (
     ("version", "errors"),
+    ("locks",),
     ("settings", "log"),
+    ("nvtx",),
     ("jit",),
     ("select",),
     ("formats",),
@@ -99,7 +101,7 @@ def test_import_is_quick_and_touches_nothing(tmp_path: Path) -> None:
     )
     seconds, new, initialized = json.loads(done.stdout)
     assert seconds < 0.5
-    assert not {"cuda", "filelock", "matplotlib", "rich", "triton", "typer"} & set(new)
+    assert not {"cuda", "matplotlib", "rich", "triton", "typer"} & set(new)
     assert not initialized
     assert not list(home.rglob("*"))
 

@@ -16,7 +16,7 @@ from gristmill.ops.rms_norm import add_rms_norm, fused_add_rms_norm_, rms_norm
 from gristmill.ops.softmax import log_softmax, softmax
 from gristmill.ops.topk_router import topk_router
 from gristmill.runners import Nvfp4LinearRunner, Nvfp4MoeRunner, register_runner
-from gristmill.select import batch_invariant, counters, use
+from gristmill.select import batch_invariant, counters, report, use
 from gristmill.tune import tune
 from gristmill.version import __version__
 from gristmill.warmup import warmup
@@ -44,6 +44,7 @@ __all__ = [
     "nn",
     "nvfp4",
     "register_runner",
+    "report",
     "rms_norm",
     "softmax",
     "topk_router",

@@ -23,9 +23,16 @@ from gristmill.bench.environment import (
     revision,
 )
 from gristmill.cli.common import FAILURE, console, torch_device, write_json
+from gristmill.cli.doctor_cache import (
+    default_folder,
+    folder_line,
+    folder_report,
+    folder_warnings,
+    layer_line,
+    layer_problems,
+    layer_reports,
+)
 from gristmill.errors import CompilerUnavailable, GristmillError
-from gristmill.jit import cache
-from gristmill.jit.folder import why_untrusted
 from gristmill.jit.nvrtc import compiler_version, include_dir
 from gristmill.ops.registry import OPS
 from gristmill.select.copies import rotate
@@ -61,8 +68,10 @@ def examine() -> Report:
     ]
     if device.type == "cuda" and compiler["error"]:
         broken.append(f"kernels cannot be compiled for this GPU: {compiler['error']}")
-    kept = _cache()
-    warnings = [f"kernels are kept in memory only: {kept['problem']}"] if kept["problem"] else []
+    kept, layers = folder_report(), layer_reports()
+    warnings = folder_warnings(kept)
+    # Where nothing may be compiled, a kernel that no layer has is an error of the call.
+    (warnings if settings().jit else broken).extend(layer_problems(layers))
     return {
         "gristmill": {
             "version": gristmill.__version__,
@@ -74,6 +83,7 @@ def examine() -> Report:
         "device": _device(device),
         "compiler": compiler,
         "cache": kept,
+        "layers": layers,
         "settings": _settings(),
         "ops": ops,
         "warnings": warnings,
@@ -125,30 +135,11 @@ def _nvrtc_path() -> str | None:
         return None
 
 
-def _cache() -> Report:
-    folder = cache.folder()
-    problem = why_untrusted(folder, settings().cache_dir)
-    place = folder
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    writable = os.access(place, os.W_OK)
-    if problem is None and not writable:
-        problem = f"{place} cannot be written to"
-    found = cache.entries()
-    return {
-        "folder": str(folder),
-        "trusted": why_untrusted(folder, settings().cache_dir) is None,
-        "writable": writable,
-        "problem": problem,
-        "programs": len(found),
-        "bytes": sum(entry.size for entry in found),
-    }
-
-
 def _settings() -> list[Report]:
     now = settings()
     values = {
-        "GRISTMILL_CACHE_DIR": str(now.cache_dir),
+        "GRISTMILL_CACHE_DIR": "" if now.cache_dir is None else str(now.cache_dir),
+        "GRISTMILL_CACHE_LAYERS": os.pathsep.join(map(str, now.cache_layers)),
         "GRISTMILL_JIT": "on" if now.jit else "off",
         "GRISTMILL_USE": ",".join(f"{op}:{variant}" for op, variant in now.use.items()),
         "GRISTMILL_TABLE": now.table,
@@ -156,11 +147,12 @@ def _settings() -> list[Report]:
         "GRISTMILL_RECORD": "" if now.record is None else str(now.record),
         "GRISTMILL_BATCH_INVARIANT": str(int(now.batch_invariant)),
         "GRISTMILL_LOG": now.log,
+        "GRISTMILL_NVTX": str(int(now.nvtx)),
         "GRISTMILL_VLLM": ",".join(sorted(now.vllm)),
         "GRISTMILL_DEBUG": "1" if now.debug else "0",
     }
     defaults = {variable.name: variable.default for variable in VARIABLES}
-    defaults["GRISTMILL_CACHE_DIR"] = str(Path("~/.cache/gristmill").expanduser())
+    defaults["GRISTMILL_CACHE_DIR"] = default_folder()
     return [
         {
             "name": variable.name,
@@ -222,11 +214,9 @@ def _show(report: Report, out: Console) -> None:
     )
     table.add_row("device", _device_line(report["device"]))
     table.add_row("compiler", _compiler_line(compiler))
-    size = f"{kept['programs']} programs, {kept['bytes'] / 1e6:.1f} MB"
-    words = f"{'trusted' if kept['trusted'] else 'not trusted'}, " + (
-        "writable" if kept["writable"] else "not writable"
-    )
-    table.add_row("cache", f"{kept['folder']} ({size}; {words})")
+    table.add_row("cache", folder_line(kept))
+    for layer in report["layers"]:
+        table.add_row("layer", layer_line(layer))
     for setting in report["settings"]:
         shown = f"{setting['value'] or '(empty)'}  ({setting['origin']})"
         table.add_row(setting["name"], shown)

@@ -298,13 +298,17 @@ def _warn(place: Path, reason: str) -> None:
 def _compile(program: Compilable, arch: str, place: Path | None) -> Binary:
     start = time.perf_counter()
     binary = compiler_of(program).compile_program(program, arch)
-    seconds = time.perf_counter() - start
+    note_compile(program, arch, time.perf_counter() - start, place)
+    return binary
+
+
+def note_compile(program: Compilable, arch: str, seconds: float, place: Path | None) -> None:
+    """Count and log a compile, in this process or in one that works for it."""
     counters.add("compiles")
     counters.add("compile_seconds", seconds)
     kept = "memory only" if place is None else str(place)
     names = ", ".join(program.names)
     logger.info("compiled %s %s for %s in %.2f s: %s", program.source, names, arch, seconds, kept)
-    return binary
 
 
 def _log_found(program: Compilable, arch: str, place: Path, start: float) -> None:

@@ -104,7 +104,7 @@ def layers() -> list[Layer]:
     for path in settings().cache_layers:
         layer = open_layer(path)
         if isinstance(layer, str):
-            warn_once(f"layer {path}", f"{layer}; this layer of the cache is passed over")
+            warn_once(f"layer {path}", f"layer {path} is passed over: {layer}")
         else:
             found.append(layer)
     return found
@@ -126,4 +126,4 @@ def _open(path: Path) -> Layer | str:
     except BundleError as error:
         return str(error)
     except OSError as error:
-        return f"GRISTMILL_CACHE_LAYERS: {path}: {error.strerror or error}"
+        return f"{path}: {error.strerror or error}"

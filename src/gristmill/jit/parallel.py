@@ -89,6 +89,8 @@ def compile_all(
                 # A worker that could not write has compiled for nobody.
                 if result.how == "failed" or cache.is_in_folder(result.program, arch):
                     missing.remove(result.program)
+                    if result.how == "compiled":
+                        cache.note_compile(result.program, arch, result.seconds, cache.folder())
                     tell(result)
     for program in missing:
         tell(_compiled_here(program, arch))

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from gristmill import nvtx
 from gristmill.errors import VariantUnavailable
-from gristmill.log import logger
+from gristmill.log import log_once, one_line
 from gristmill.multikernel.problem import CallProblem, Leaf, tensors_of
 from gristmill.multikernel.variant import UserKernel
-from gristmill.select.chooser import resolve
+from gristmill.select.chooser import Choice, range_name, resolve
 from gristmill.select.counters import count_fallback
+from gristmill.select.history import withdraw_plan
 
 Function = Callable[..., Any]
 
@@ -43,7 +46,8 @@ def run_first(
             if not errors:
                 raise
             break
-        function = next(one.function for one in left if one is choice.variant)
+        kernel = next(one for one in left if one is choice.variant)
+        function = nvtx.ranged(range_name(name, choice, problem), kernel.function)
         try:
             result = function(*args, **kwargs)
         except Exception as error:
@@ -52,15 +56,7 @@ def run_first(
             # Or what it had made so far would be there while the next one runs.
             traceback.clear_frames(error.__traceback__)
             errors[choice.variant.name] = error
-            count_fallback(name, choice.variant.name)
-            logger.info(
-                "%s: kernel %s raised %s: %s; the next one is tried for %s",
-                name,
-                choice.variant.name,
-                type(error).__name__,
-                error,
-                problem.key(problem.rows),
-            )
+            _note_failure(name, choice, problem, error)
             continue
         lasting = {
             name: error
@@ -77,6 +73,21 @@ def run_first(
         raise next(iter(errors.values()))
     finally:
         errors.clear()
+
+
+def _note_failure(name: str, choice: Choice, problem: CallProblem, error: Exception) -> None:
+    kernel = choice.variant.name
+    count_fallback(name, kernel)
+    withdraw_plan(name, problem, kernel, choice.config, choice.source)
+    reason = f"{type(error).__name__}: {error}"
+    # No warning: kernels are allowed to refuse a call by an error.
+    log_once(
+        logging.INFO,
+        f"fallback {name} {kernel} {reason}",
+        f"fallback {name}: kernel {kernel} raised, the next one is tried for "
+        f"{problem.key(problem.rows)}: {one_line(reason)}",
+        kind=f"fallback {name} {kernel}",
+    )
 
 
 def remember_failures(

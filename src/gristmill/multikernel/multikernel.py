@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +91,7 @@ class MultiKernel:
         checks.check_key(name, key)
         checks.check_version(name, version)
         self._user_key, self._version = key, version
+        self._fingerprint: str | None = None
         self.signature = checks.signature_of(self.kernels)
         self._supports = checks.checked_supports(name, supports, self.kernels)
         invariant = checks.checked_names(name, "batch_invariant", batch_invariant, self.kernels)
@@ -136,10 +136,13 @@ class MultiKernel:
         """What rows of tables are named by: never what an op is called."""
         return f"multikernel/{self.name}"
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """Of the functions and the version: a row with another one is stale."""
-        return fingerprint(self.kernels, self._version)
+        # Not a cached_property: before Python 3.12 that has a lock, which a fork may copy held.
+        if self._fingerprint is None:
+            self._fingerprint = fingerprint(self.kernels, self._version)
+        return self._fingerprint
 
     def use(self, kernel: str) -> AbstractContextManager[None]:
         """Run `kernel` and no other inside the ``with`` block, as ``gristmill.use``."""

@@ -10,12 +10,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gristmill.errors import ArgumentError, DtypeError, NoGradientError, VariantUnavailable
+from gristmill.locks import Lock
 from gristmill.multikernel.live import live
 
 if TYPE_CHECKING:

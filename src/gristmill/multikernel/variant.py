@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from threading import Lock
 from typing import Any, Protocol
 
 import torch
 
+from gristmill.locks import Lock
 from gristmill.multikernel.problem import Details, Size
 from gristmill.select.problem import Problem
 from gristmill.select.sight import is_capturing

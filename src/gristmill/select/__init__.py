@@ -2,9 +2,10 @@
 
 from gristmill.select.chooser import Choice, ranked, resolve
 from gristmill.select.copies import rotate, rotation_count
-from gristmill.select.counters import counters, reset_counters
+from gristmill.select.counters import Counters, counters, reset_counters
 from gristmill.select.device import KNOWN, Device, device_of
 from gristmill.select.explain import ExplainedVariant, Explanation, explain_problem
+from gristmill.select.history import Report, report
 from gristmill.select.overrides import active, batch_invariant, register_variants, token, use
 from gristmill.select.problem import HINTS, Problem, bucket
 from gristmill.select.table import Row, RunnerUp, Table
@@ -21,10 +22,12 @@ __all__ = [
     "HINTS",
     "KNOWN",
     "Choice",
+    "Counters",
     "Device",
     "ExplainedVariant",
     "Explanation",
     "Problem",
+    "Report",
     "Row",
     "RunnerUp",
     "Table",
@@ -39,6 +42,7 @@ __all__ = [
     "ranked",
     "register_variants",
     "remember",
+    "report",
     "reset_counters",
     "reset_tables",
     "resolve",

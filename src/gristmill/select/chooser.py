@@ -7,13 +7,14 @@ to the next in that order, with one warning; what was asked for by name raises i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from threading import Lock
 from typing import Any
 
 import torch
 
+from gristmill import nvtx
 from gristmill.errors import (
     CompileError,
     CompilerUnavailable,
@@ -21,8 +22,11 @@ from gristmill.errors import (
     UnknownVariant,
     VariantUnavailable,
 )
-from gristmill.log import warn_once
+from gristmill.locks import Lock
+from gristmill.log import log_once, logger, one_line, warn_once
+from gristmill.select.configs import config_to_json
 from gristmill.select.counters import count_choice, count_fallback
+from gristmill.select.history import note_plan
 from gristmill.select.overrides import active
 from gristmill.select.problem import Problem, bucket
 from gristmill.select.tables import tables_for
@@ -105,32 +109,105 @@ def resolve(
     op_name: str, variants: Sequence[Variant], problem: Problem
 ) -> tuple[Choice, Callable[..., Any]]:
     """Choose for `problem` and build the plan: a callable over the op's positional arguments."""
-    failures = []
+    failures: dict[str, str] = {}
     for choice in ranked(op_name, variants, problem):
         variant = choice.variant
         _warn_if_capturing(op_name, choice, problem)
         try:
-            plan = variant.bind(problem, choice.config)
+            with nvtx.span(f"gristmill.plan {op_name} {variant.name}"):
+                plan = variant.bind(problem, choice.config)
         except (CompileError, CompilerUnavailable, DriverError) as error:
             if choice.source == "forced":
                 raise
+            if isinstance(error, DriverError) and error.is_lack_of_memory:
+                raise  # passes, where a plan without this variant would stay
             reason = f"{type(error).__name__}: {error}"
-            failures.append(f"{variant.name}: {reason}")
+            failures[variant.name] = reason
             _remember_failure(problem, variant, reason)
             count_fallback(op_name, variant.name)
-            warn_once(
-                f"fallback {op_name} {variant.name} {type(error).__name__}",
-                f"{op_name}: variant {variant.name} cannot be built on {problem.device}, "
-                f"the next one is used instead. {reason}",
-            )
             continue
         _forget_failure(problem, variant)
         count_choice(op_name, variant.name)
-        return choice, plan
+        note_plan(op_name, problem, variant.name, choice.config, choice.source)
+        _log_choice(op_name, choice, problem)
+        _warn_of_fallbacks(op_name, failures, choice, problem)
+        _warn_of_reference(op_name, variants, failures, choice, problem)
+        return choice, nvtx.ranged(range_name(op_name, choice, problem), plan)
     raise VariantUnavailable(
         f"{op_name}: none of the variants that support {problem.key(problem.rows)} could be built "
-        f"on {problem.device}: " + "; ".join(failures)
+        f"on {problem.device}: "
+        + "; ".join(f"{name}: {reason}" for name, reason in failures.items())
     )
+
+
+def range_name(op_name: str, choice: Choice, problem: Problem) -> str:
+    """What the NVTX range around a call is called."""
+    shape = (problem.rows, *(size for _, size in problem.dims))
+    dtype = next((dtype for _, dtype in problem.dtypes), None)
+    return nvtx.range_name(op_name, choice.variant.name, shape, dtype)
+
+
+def _log_choice(op_name: str, choice: Choice, problem: Problem) -> None:
+    if problem.device.kind == "meta" or not logger.isEnabledFor(logging.DEBUG):
+        return
+    values = config_to_json(choice.config) or {}
+    launch = " ".join([choice.variant.name, *(f"{name}={it}" for name, it in values.items())])
+    logger.debug(
+        "chose %s: %s by %s (%s) for %s on %s",
+        op_name,
+        launch,
+        choice.source,
+        one_line(choice.reason),
+        problem.key(problem.rows),
+        problem.device,
+    )
+
+
+def _warn_of_fallbacks(
+    op_name: str, failures: Mapping[str, str], choice: Choice, problem: Problem
+) -> None:
+    for name, reason in failures.items():
+        warn_once(
+            f"fallback {op_name} {name} {problem.device} {reason}",
+            f"fallback {op_name}: variant {name} cannot be built on {problem.device}, "
+            f"{choice.variant.name} runs instead: {one_line(reason)}",
+            kind=f"fallback {op_name} {name}",
+        )
+
+
+def _warn_of_reference(
+    op_name: str,
+    variants: Sequence[Variant],
+    failures: Mapping[str, str],
+    choice: Choice,
+    problem: Problem,
+) -> None:
+    """On a GPU the reference is slow, and somebody may be looking for the reason."""
+    if not choice.variant.is_reference or problem.device.kind != "cuda":
+        return
+    if choice.source == "forced" or len(variants) == 1 or _is_empty(problem):
+        return
+    reasons: dict[str, list[str]] = {}
+    for one in variants:
+        if one is not choice.variant:
+            why = "cannot be built" if one.name in failures else refusal(one, problem)
+            if why is None:
+                return  # another could run: the reference is measured to be better, or preferred
+            reasons.setdefault(one_line(why, 300), []).append(one.name)
+    words = "; ".join(f"{', '.join(names)}: {why}" for why, names in reasons.items())
+    # Who computes in fp64 wants it exact and knows that it is slow.
+    exact = any(dtype == "float64" for _, dtype in problem.dtypes)
+    log_once(
+        logging.INFO if exact else logging.WARNING,
+        f"slow {op_name} {problem.device} {words}",
+        f"slow {op_name}: {choice.variant.name} runs {problem.key(problem.rows)} on "
+        f"{problem.device}: {words}",
+        kind=f"slow {op_name}",
+    )
+
+
+def _is_empty(problem: Problem) -> bool:
+    return problem.rows == 0 or any(size == 0 for _, size in problem.dims)
 
 
 # Why a variant could not be built, for `explain`; one entry per variant and table key, and of too
@@ -194,6 +271,6 @@ def _warn_if_capturing(op_name: str, choice: Choice, problem: Problem) -> None:
     if choice.variant.programs(problem, choice.config):
         warn_once(
             f"capture {op_name}",
-            f"{op_name}: a kernel is compiled or loaded during CUDA graph capture; call "
-            f"gristmill.warmup for this problem before capturing",
+            f"capture {op_name}: a kernel is compiled or loaded during CUDA graph capture; call "
+            f"gristmill.warmup for {problem.key(problem.rows)} before capturing",
         )

@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 from collections import Counter
-from threading import Lock
-from typing import Any
+from typing import TypedDict, cast
 
 from gristmill.jit import counters as jit_counters
+from gristmill.locks import Lock
 
 _LOCK = Lock()
 _CHOICES: Counter[str] = Counter()
 _FALLBACKS: Counter[str] = Counter()
+_TUNINGS: Counter[str] = Counter()
+
+
+class Counters(TypedDict):
+    """What `counters()` gives: a plain dict with these keys."""
+
+    compiles: int
+    compile_seconds: float
+    memory_hits: int
+    disk_hits: int
+    layer_hits: int
+    loads: int
+    load_seconds: float
+    rejected: int
+    plans: int
+    choices: dict[str, int]
+    fallbacks: dict[str, int]
+    tunings: dict[str, int]
 
 
 def count_choice(op: str, variant: str) -> None:
@@ -25,20 +43,32 @@ def count_fallback(op: str, variant: str) -> None:
         _FALLBACKS[f"{op}:{variant}"] += 1
 
 
-def counters() -> dict[str, Any]:
-    """All counters since the start (or the last reset), as a new dict.
+def count_tuning(op: str) -> None:
+    """The variants of one problem of `op` were timed here."""
+    with _LOCK:
+        _TUNINGS[op] += 1
 
-    `plans` counts plans made; `choices` says by op:variant how many of them took each variant;
-    `fallbacks` how often a variant was passed over because it could not be built. Calls are not
-    counted: that would cost host time on each.
+
+def counters() -> Counters:
+    """All counters since the start of this process, as a new dict.
+
+    Of programs: `compiles` and the `compile_seconds` they took; `memory_hits`, `disk_hits` (the
+    user's folder) and `layer_hits` (GRISTMILL_CACHE_LAYERS) where nothing had to be compiled;
+    `rejected`, files of a cache that were there and were not used, because they are damaged, of
+    another content than their name says, or not trusted; `loads` onto a GPU and their
+    `load_seconds`. Of choices: `plans` made; `choices` says by op:variant how many of them took
+    each variant; `fallbacks` by op:variant how often one was passed over because it could not be
+    built; `tunings` by op how many problems were timed. Calls are not counted: that would cost host
+    time on each.
     """
     with _LOCK:
-        own: dict[str, Any] = {
+        own = {
             "plans": sum(_CHOICES.values()),
             "choices": dict(sorted(_CHOICES.items())),
             "fallbacks": dict(sorted(_FALLBACKS.items())),
+            "tunings": dict(sorted(_TUNINGS.items())),
         }
-    return {**jit_counters.snapshot(), **own}
+    return cast(Counters, {**jit_counters.snapshot(), **own})
 
 
 def reset_counters() -> None:
@@ -46,4 +76,5 @@ def reset_counters() -> None:
     with _LOCK:
         _CHOICES.clear()
         _FALLBACKS.clear()
+        _TUNINGS.clear()
     jit_counters.reset()

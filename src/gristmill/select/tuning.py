@@ -21,6 +21,7 @@ from gristmill.log import logger
 from gristmill.select.chooser import ranked, refusal
 from gristmill.select.configs import config_to_json
 from gristmill.select.copies import Arguments, sets_for_tuning, tensors_in
+from gristmill.select.counters import count_tuning
 from gristmill.select.problem import Problem
 from gristmill.select.table import Row, RunnerUp
 from gristmill.select.timing import Timing, time_interleaved
@@ -116,7 +117,8 @@ def measure(
         last: dict[str, Timing] = {}
         _time({name: functions[name] for name in finalists}, sets, _FINAL_SAMPLES, last, errors)
     sets.clear()  # an error that is raised here knows this frame
-    if not last:
+    lacked = isinstance(errors.get(incumbent), torch.OutOfMemoryError)
+    if not last or lacked:  # beside the copies there was no room: that proves nothing, for good
         raise errors.get(incumbent) or next(iter(errors.values()))
     order = sorted(last, key=lambda name: last[name].us)
     winner = order[0]
@@ -170,6 +172,7 @@ def tune(
         written=written,
         elsewhere=elsewhere,
     )
+    count_tuning(op_name)
     before = measured.timings.get(str(incumbent))
     return Outcome(
         row=_row(key, problem, named, measured),
