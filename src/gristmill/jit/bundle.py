@@ -80,7 +80,7 @@ class Bundle:
             place = path.resolve(strict=True)  # a link is as good as what it leads to
             os.close(open_folder(place.parent))
             handle = open_file(place)
-        except UntrustedError as error:
+        except (UntrustedError, RuntimeError) as error:  # RuntimeError: links that lead in a circle
             raise BundleError(f"bundle {path}: {error}") from error
         return cls._adopt(path, handle)
 

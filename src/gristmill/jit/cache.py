@@ -70,8 +70,12 @@ def load_or_compile(program: Compilable, arch: str) -> Binary:
 
 
 def is_cached(program: Compilable, arch: str) -> bool:
-    """Whether `load_or_compile` would find the program in the folder or in a layer."""
-    return _in_folder(program, arch) is not None or _in_layers(program, arch) is not None
+    """Whether folder or layers have the program. If so it is in memory now, too."""
+    binary = _kept(program, arch)
+    if binary is None:
+        return False
+    _memory.get(program.key(arch), lambda: binary)
+    return True
 
 
 def is_in_folder(program: Compilable, arch: str) -> bool:

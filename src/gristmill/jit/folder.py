@@ -59,17 +59,23 @@ def read_file(folder: Path, name: str, most: int = MOST_BYTES) -> bytes:
     """
     place = open_folder(folder)
     try:
-        handle = open_file(name, place)
-        try:
-            size = os.fstat(handle).st_size
-            if size > most:
-                raise UntrustedError(f"{folder / name} has {size} bytes")
-            with os.fdopen(os.dup(handle), "rb") as file:
-                return file.read(most)
-        finally:
-            os.close(handle)
+        return _content(open_file(name, place), str(folder / name), most)
     finally:
         os.close(place)
+
+
+def read_plain(path: Path, most: int = MOST_BYTES) -> bytes:
+    """The content of a file that anybody may have written, if it is a plain one and not larger."""
+    handle = os.open(path, os.O_RDONLY | _FILE)
+    try:
+        plain = stat.S_ISREG(os.fstat(handle).st_mode)
+    except BaseException:
+        os.close(handle)
+        raise
+    if not plain:
+        os.close(handle)
+        raise OSError(f"{path} is no plain file")
+    return _content(handle, str(path), most)
 
 
 def open_folder(folder: Path) -> int:
@@ -85,6 +91,18 @@ def open_file(name: str | Path, folder: int | None = None) -> int:
     """
     handle = os.open(name, os.O_RDONLY | _FILE, dir_fd=folder)
     return _checked(handle, str(name), plain=True)
+
+
+def _content(handle: int, name: str, most: int) -> bytes:
+    """What the file of `handle` holds; closes it."""
+    try:
+        size = os.fstat(handle).st_size
+        if size > most:
+            raise UntrustedError(f"{name} has {size} bytes")
+        with os.fdopen(os.dup(handle), "rb") as file:
+            return file.read(most)
+    finally:
+        os.close(handle)
 
 
 def names_in(folder: Path, prefix: str = "", suffix: str = "") -> list[str]:

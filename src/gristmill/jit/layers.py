@@ -13,7 +13,7 @@ from typing import Protocol
 from gristmill.errors import BundleError
 from gristmill.jit import counters, entry
 from gristmill.jit.bundle import TABLES, Bundle
-from gristmill.jit.folder import names_in, read_file, why_untrusted
+from gristmill.jit.folder import UntrustedError, names_in, read_file, why_untrusted
 from gristmill.jit.once import Once
 from gristmill.log import warn_once
 from gristmill.settings import settings
@@ -61,11 +61,17 @@ class FolderLayer:
 
     def table(self, name: str) -> bytes | None:
         folder = self.path / "tables"
-        if why_untrusted(folder, self.path) is not None:
-            return None
         try:
+            if reason := why_untrusted(folder, self.path):
+                raise UntrustedError(reason)
             return read_file(folder, name)
-        except OSError:
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            warn_once(
+                f"layer {self.path} {name}",
+                f"layer {self.path}: table {name} is ignored ({error.strerror or error})",
+            )
             return None
 
     def count(self) -> int:

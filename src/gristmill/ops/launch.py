@@ -11,6 +11,7 @@ import torch
 
 from gristmill.errors import DriverError
 from gristmill.jit import Compilable, Kernel, Launch, Program, TritonProgram, kernel
+from gristmill.ops.memory import give_back, is_lack
 
 T = TypeVar("T")
 
@@ -31,7 +32,15 @@ class KernelCall:
 
 
 def load(program: Compilable, name: str, device_index: int) -> Kernel:
-    """The kernel on a device, compiled at first use."""
+    """The kernel on a device, compiled at first use.
+
+    The driver needs memory to load one, and torch's allocator may have taken all there is.
+    """
+    try:
+        return kernel(program, name, device_index)
+    except DriverError as error:
+        if not is_lack(error) or not give_back():
+            raise
     return kernel(program, name, device_index)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-import threading
 import weakref
 from typing import Any, NamedTuple, Protocol
 
 from gristmill.errors import ArgumentError, DtypeError, UnknownRunner
+from gristmill.locks import RLock
 
 # Ids are positive int64. This bit is set in those made from a name, and in no others.
 NAMED = 1 << 62
@@ -85,6 +85,7 @@ class Registry:
     def __init__(self, keep: int = 4096) -> None:
         self._entries: dict[int, Entry] = {}
         self._keep = self._sweep_at = keep
+        self._lock = RLock()
         # The unnamed ids handed out so far. A forked child begins a range of its own.
         self._unnamed: list[range] = []
         self.begin()
@@ -92,10 +93,8 @@ class Registry:
     def begin(self) -> None:
         """Draw where unnamed ids begin: once per process, so in every forked child again.
 
-        At random: an id from another process is then unknown here, and never somebody else's. The
-        lock is a new one, for another thread may have held the old one when this process forked.
+        At random: an id from another process is then unknown here, and never somebody else's.
         """
-        self._lock = threading.RLock()
         first = 1 + secrets.randbelow(NAMED // 2)
         self._unnamed.append(range(first, first))
 

@@ -44,33 +44,46 @@ class Choice:
 
 
 def ranked(op_name: str, variants: Sequence[Variant], problem: Problem) -> list[Choice]:
-    """The choices for `problem`: the first is what runs, the others stand in if it is not built.
+    """The choices for `problem`: the first is what runs, the others stand in if it is not built."""
+    return list(choices(op_name, variants, problem))
+
+
+def choices(op_name: str, variants: Sequence[Variant], problem: Problem) -> Iterator[Choice]:
+    """As `ranked`, one by one: to find the config of a product takes milliseconds.
 
     Forced: exactly that one, or VariantUnavailable with its reason. Variants that decline the
     problem come after all that do not.
     """
     name = active().get(op_name)
     if name is not None:
-        return [_forced(op_name, name, variants, problem)]
+        yield _forced(op_name, name, variants, problem)
+        return
     allowed = [variant for variant in variants if refusal(variant, problem) is None]
-    choices = list(_from_tables(allowed, problem))
-    asked = problem.asked()
-    willing: list[Choice] = []
-    unwilling: list[Choice] = []
-    for variant in allowed:
-        if all(choice.variant is not variant for choice in choices):
-            position = 1 + list(variants).index(variant)
-            rank = f"number {position} of {len(variants)} in the order of preference"
-            choice = Choice(variant, variant.config(asked), "preference", rank)
-            (unwilling if variant.declines(asked) else willing).append(choice)
-    choices += willing + unwilling
-    if not choices:
+    if not allowed:
         refusals = "; ".join(f"{one.name}: {refusal(one, problem)}" for one in variants)
         raise VariantUnavailable(
             f"{op_name}: no variant runs {problem.key(problem.rows)} on {problem.device}"
             f"{_modes(problem)}: {refusals}"
         )
-    return choices
+    left = list(allowed)
+    for choice in _from_tables(allowed, problem):
+        left = [variant for variant in left if variant is not choice.variant]
+        yield choice
+    asked = problem.asked()
+    unwilling = []
+    for variant in left:
+        if variant.declines(asked):
+            unwilling.append(variant)
+        else:
+            yield _preferred(variant, variants, asked)
+    for variant in unwilling:
+        yield _preferred(variant, variants, asked)
+
+
+def _preferred(variant: Variant, variants: Sequence[Variant], asked: Problem) -> Choice:
+    position = 1 + list(variants).index(variant)
+    rank = f"number {position} of {len(variants)} in the order of preference"
+    return Choice(variant, variant.config(asked), "preference", rank)
 
 
 def refusal(variant: Variant, problem: Problem) -> str | None:
@@ -110,7 +123,7 @@ def resolve(
 ) -> tuple[Choice, Callable[..., Any]]:
     """Choose for `problem` and build the plan: a callable over the op's positional arguments."""
     failures: dict[str, str] = {}
-    for choice in ranked(op_name, variants, problem):
+    for choice in choices(op_name, variants, problem):
         variant = choice.variant
         _warn_if_capturing(op_name, choice, problem)
         try:

@@ -25,6 +25,8 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from gristmill.locks import Lock
+
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
@@ -171,7 +173,7 @@ def _text(value: bytes | str) -> str:
 # By group, so that a group made after another was destroyed starts anew. Weakly: a store that is
 # held on to keeps a port or a file that the next group may want.
 _OPEN: weakref.WeakKeyDictionary[Any, Entries] = weakref.WeakKeyDictionary()
-_OPENING = threading.Lock()
+_OPENING = Lock()
 
 
 def entries() -> Entries | None:

@@ -11,12 +11,12 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import torch
 
 from gristmill.errors import ArgumentError
+from gristmill.locks import Lock
 from gristmill.log import warn_once
 from gristmill.select.problem import Problem
 from gristmill.settings import settings
@@ -136,6 +136,10 @@ def _tensor(entry: Mapping[str, Any], device: torch.device | str, limit: int) ->
     span = 0
     if 0 not in shape:
         span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    if torch.device(device).type == "meta":  # whose random numbers take torch seconds to import
+        return torch.empty(offset + span, dtype=dtype, device=device).as_strided(
+            shape, stride, offset
+        )
     memory = torch.cat([part.to(dtype) for part in _values(offset + span, dtype, device, limit)])
     return memory.as_strided(shape, stride, offset)
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from threading import Lock
 from typing import Any
 
 import torch
 
 from gristmill.errors import GristmillError, RanksDisagree
+from gristmill.locks import Lock
 from gristmill.log import logger, warn_once
 from gristmill.select import agreement
 from gristmill.select.device import Device

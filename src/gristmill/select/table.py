@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from gristmill.errors import TableError
 from gristmill.jit.file_lock import locked_folder
-from gristmill.jit.folder import make_folders, write_whole
+from gristmill.jit.folder import make_folders, read_plain, write_whole
 from gristmill.select.configs import config_from_json
 from gristmill.select.problem import HINTS, bucket
 
@@ -96,7 +96,7 @@ class Table:
     def load(cls, path: Path) -> Table:
         """Read a table; TableError, naming the file, for anything that is not one."""
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_plain(path).decode()
         except (OSError, UnicodeDecodeError) as error:
             raise TableError(f"table {path}: cannot be read: {error}") from error
         return parse(text, str(path))

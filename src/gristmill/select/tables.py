@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gristmill.errors import TableError
-from gristmill.jit.folder import read_file, why_untrusted
+from gristmill.jit.folder import open_file, read_file, why_untrusted
 from gristmill.jit.layers import layers
 from gristmill.locks import Lock
 from gristmill.log import warn_once
@@ -87,11 +88,23 @@ def remember(
         for row in rows:
             kept.put(row)
         try:
+            if path is None:
+                _check_own(place)
             kept.save(place)
         except (OSError, TableError) as error:
             if path is not None:
                 raise TableError(f"table {place}: cannot be written: {error}") from error
             warn_once(f"table written {place}", f"{error}; what was tuned is kept in memory only")
+
+
+def _check_own(path: Path) -> None:
+    """What others may have planted must not be merged into the user's rows and written as such."""
+    top = settings().cache_dir
+    assert top is not None
+    if reason := why_untrusted(path.parent, top):
+        raise TableError(f"table {path}: {reason}")
+    if path.exists():
+        os.close(open_file(path))
 
 
 def slug(gpu: str) -> str:
@@ -113,7 +126,7 @@ def table_name(device: Device) -> str:
 def user_table(device: Device) -> bytes | None:
     """The user's own table as it is on disk, if it may be trusted; the reason is told once."""
     path, top = user_table_path(device), settings().cache_dir
-    if path is None or top is None or not path.exists():
+    if path is None or top is None or not _may_exist(path):
         return None
     if reason := why_untrusted(path.parent, top):
         warn_once(f"table {path}", f"table {path}: {reason}; it is ignored")
@@ -123,6 +136,13 @@ def user_table(device: Device) -> bytes | None:
     except OSError as error:
         warn_once(f"table {path}", f"table {path}: {error.strerror or error}; it is ignored")
         return None
+
+
+def _may_exist(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:
+        return True  # whoever reads it is told what is wrong
 
 
 def _user_table(device: Device) -> TableSource | None:
@@ -148,13 +168,20 @@ def _layer_tables(device: Device) -> list[TableSource]:
 
 def _source(content: bytes, path: str, device: Device, label: str, note: str) -> TableSource | None:
     try:
-        table = parse(content.decode(), path)
+        table = parse(_decoded(content, path), path)
         if table.gpu != device.name:
             raise TableError(f"table {path}: is for {table.gpu!r}, not for {device.name!r}")
-    except (TableError, UnicodeDecodeError) as error:
+    except TableError as error:
         warn_once(f"table {path}", f"{error}; it is ignored")
         return None
     return TableSource(label, table, note)
+
+
+def _decoded(content: bytes, path: str) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise TableError(f"table {path}: cannot be read: {error}") from error
 
 
 def _shipped_table(device: Device) -> TableSource | None:

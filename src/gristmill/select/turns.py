@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import RLock
+
+from gristmill.locks import RLock
 
 # The longest that a thread waits for its turn. Measuring a problem takes half a second, with the
 # compilation of its candidates some seconds.
