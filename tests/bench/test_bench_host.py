@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from gristmill.bench import host
 from gristmill.bench.results import Results
-from gristmill.errors import GristmillError
 
 CPU = torch.device("cpu")
 
@@ -57,35 +54,3 @@ def test_host_backward_computes_every_gradient(op: str, dtype: torch.dtype) -> N
         for left, right in gradients:
             torch.testing.assert_close(left, right, **tolerance)
             assert left.abs().max() > 0
-
-
-def test_start_measures_a_fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "START_TASKS", ("rms_norm",))
-    results = Results({})
-    host.run_start(CPU, results, lambda text: None, repeats=1)
-    assert [row["cache"] for row in results.rows] == ["empty", "warm"]
-    for row in results.rows:
-        assert row["error"] is None
-        assert 0 < row["first_call_s"] < 60
-        assert row["import_s"] > 0.001  # the import really happened there
-        assert row["variant"] in ("library", "reference")
-        assert row["compiles"] == 0
-        assert "us" not in row
-
-
-def test_start_of_a_layer_begins_with_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "START_TASKS", ("nvfp4_linear",))
-    monkeypatch.setattr(host, "START_SHAPES", {"nvfp4_linear": ((3, 48, 64),)})
-    results, steps = Results({}), []
-    host.run_start(CPU, results, steps.append, repeats=1)
-    assert [row["cache"] for row in results.rows] == ["empty", "warm"]
-    assert len(steps) == host.start_steps() == 2
-    for row in results.rows:
-        assert row["error"] is None
-        assert (row["M"], row["N"], row["K"], row["shape"]) == (3, 48, 64, "3x48x64")
-        assert 0 < row["prepare_s"] < row["first_call_s"] < 60
-
-
-def test_a_child_that_fails_is_told(tmp_path: Path) -> None:
-    with pytest.raises(GristmillError, match=r"first call of no_op failed .*KeyError"):
-        host._first_call("no_op", (1, 64), "bfloat16", CPU, tmp_path)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -20,11 +20,11 @@ from gristmill.select.device import device_of
 from gristmill.select.tables import tables_for
 
 
-def main(words: Sequence[str], import_s: float) -> None:
+def main(words: Sequence[str], imports: Mapping[str, float]) -> None:
     """`words`: the family's name, its dims as 4096x4096, the dtype, the device, the most
     candidates, then one or more numbers of rows, which are tuned one after the other.
     """
-    del import_s
+    del imports
     name, dims, dtype, place, most, *sizes = words
     device = torch.device(place)
     if device.type == "cuda":

@@ -14,18 +14,26 @@ from gristmill.errors import GristmillError
 # Generous, because importing torch from a cold disk can take minutes.
 TIMEOUT_S = 600
 
-_SCRIPT = (
-    "import importlib, json, sys, time, torch; sys.path[:] = json.loads(sys.argv[1]); "
-    "start = time.perf_counter(); import gristmill; seconds = time.perf_counter() - start; "
-    "importlib.import_module(sys.argv[2]).main(sys.argv[3:], seconds)"
-)
+_SCRIPT = """
+import importlib, json, sys, time
+start = time.perf_counter()
+import torch
+seconds = {"torch_import_s": time.perf_counter() - start}
+sys.path[:] = json.loads(sys.argv[1])
+start = time.perf_counter()
+import gristmill
+seconds["import_s"] = time.perf_counter() - start
+importlib.import_module(sys.argv[2]).main(sys.argv[3:], seconds)
+"""
 
 
 def in_fresh_process(
     module: str, words: Sequence[str], environment: Mapping[str, str], what: str
 ) -> dict[str, Any]:
-    """What `main(words, import_s)` of `module` writes as the last line of its stdout, as JSON.
+    """What `main(words, imports)` of `module` writes as the last line of its stdout, as JSON.
 
+    `imports` are the seconds of importing torch and then gristmill, as "torch_import_s" and
+    "import_s".
     `environment` is added to that of this process. GristmillError, saying `what` failed, if there
     is no such line.
     """

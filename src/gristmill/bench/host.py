@@ -1,14 +1,11 @@
-"""The `host` and `start` suites: what a call costs before any kernel runs.
+"""The suite `host`: what a call costs before any kernel runs.
 
-Both decide small problems: at a decoding batch of one a kernel takes 2 µs and its call 10.
+It decides small problems: at a decoding batch of one a kernel takes 2 µs and its call 10.
 """
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from statistics import median
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,45 +13,19 @@ import torch.nn.functional as F
 
 import gristmill
 from gristmill import nvfp4
-from gristmill.bench.fresh import in_fresh_process
 from gristmill.bench.inputs import dtype_of
-from gristmill.bench.results import Results, Row
-from gristmill.bench.suites import KINDS, Shape, Task, written
-from gristmill.errors import GristmillError
+from gristmill.bench.results import Results
+from gristmill.bench.suites import KINDS, written
 from gristmill.select.timing import time_host
 
 SHAPES = ((1, 4096), (256, 4096))
 MODES = ("forward", "forward with grad", "backward")
-CACHES = ("empty", "warm")
-# One op of each kind of kernel: every process of this suite imports torch anew.
-START_TASKS = (
-    "rms_norm",
-    "add_rms_norm",
-    "rms_norm_bwd",
-    "layer_norm",
-    "softmax",
-    "cross_entropy",
-    "nvfp4_linear",
-)
-START_SHAPE: Shape = (256, 4096)
-# Few rows and many have kernels of their own.
-START_SHAPES: dict[str, tuple[Shape, ...]] = {
-    "nvfp4_linear": ((1, 4096, 4096), (256, 4096, 4096)),
-}
 
 Calls = dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]
 
 
 def host_steps() -> int:
     return len(CALLS) * len(SHAPES) * len(MODES)
-
-
-def start_steps() -> int:
-    return len(CACHES) * sum(len(_start_shapes(name)) for name in START_TASKS)
-
-
-def _start_shapes(name: str) -> tuple[Shape, ...]:
-    return START_SHAPES.get(name, (START_SHAPE,))
 
 
 def run_host(
@@ -169,61 +140,3 @@ CALLS = {
     "cross_entropy": _cross_entropy,
     "nvfp4_linear": _nvfp4_linear,
 }
-
-
-def run_start(
-    device: torch.device,
-    results: Results,
-    advance: Callable[[str], None],
-    *,
-    dtype: str = "bfloat16",
-    repeats: int = 3,
-) -> None:
-    """Seconds of the first call in a fresh process: with an empty cache, then with a warm one."""
-    for name in START_TASKS:
-        for shape in _start_shapes(name):
-            for cache in CACHES:
-                task = Task(name, shape, dtype)
-                advance(f"start {task}, {cache} cache")
-                results.add([_start_row(task, cache, device, repeats)])
-
-
-def _start_row(task: Task, cache: str, device: torch.device, repeats: int) -> Row:
-    row: Row = {
-        "op": task.name,
-        "dtype": task.dtype,
-        "M": task.rows,
-        "N": task.columns,
-        **({} if task.depth is None else {"K": task.depth, "shape": written(task.shape)}),
-        "impl": "gristmill",
-        "cache": cache,
-        "error": None,
-    }
-    seen = []
-    with tempfile.TemporaryDirectory(prefix="gristmill-bench-") as folder:
-        for number in range(repeats + (cache == "warm")):
-            place = Path(folder) / (f"cache{number}" if cache == "empty" else "cache")
-            place.mkdir(mode=0o700, exist_ok=True)
-            try:
-                seen.append(_first_call(task.op, task.shape, task.dtype, device, place))
-            except GristmillError as error:
-                row["error"] = str(error)
-                return row
-    if cache == "warm":
-        seen = seen[1:]  # the one that filled it
-    row["first_call_s"] = round(median(run["first_call_s"] for run in seen), 4)
-    if "prepare_s" in seen[-1]:
-        row["prepare_s"] = round(median(run["prepare_s"] for run in seen), 4)
-    row["import_s"] = round(median(run["import_s"] for run in seen), 4)
-    row["variant"] = seen[-1]["variant"]
-    row["compiles"] = seen[-1]["compiles"]
-    return row
-
-
-def _first_call(
-    op: str, shape: Sequence[int], dtype: str, device: torch.device, cache: Path
-) -> dict[str, Any]:
-    words = [op, written(shape), dtype, str(device)]
-    environment = {"GRISTMILL_CACHE_DIR": str(cache)}
-    module = "gristmill.bench.first_call"
-    return in_fresh_process(module, words, environment, f"the first call of {op}")

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gristmill.bench import expert_report, product_report
+from gristmill.bench import cold_start_report, expert_report, product_report
 from gristmill.bench.product_report import TIE, Grid, against, percent
 from gristmill.bench.regret_report import remarks, sections
 from gristmill.bench.results import (
@@ -227,21 +227,8 @@ def _other_tables(rows: list[Row]) -> list[tuple[str, Grid]]:
             body.append([f"{op} {mode}", shape, *times, ratio])
         header = ["call", "problem", *names, "over eager"]
         tables.append(("host: µs of host time per eager call", (header, body)))
-    start = [row for row in rows if "cache" in row]
-    if start:
-        body = [
-            [
-                row["op"],
-                row["cache"],
-                f"{row['first_call_s']:.3f} s" if "first_call_s" in row else "failed",
-                f"{row['import_s']:.3f} s" if "import_s" in row else "",
-                str(row.get("compiles", "")),
-                str(row.get("variant", "")),
-            ]
-            for row in start
-        ]
-        header = ["op", "cache", "first call", "import gristmill", "compiles", "variant"]
-        tables.append(("start: the first call in a fresh process", (header, body)))
+    if (starts := cold_start_report.table(rows)) is not None:
+        tables.append(starts)
     return tables
 
 

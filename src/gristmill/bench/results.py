@@ -71,7 +71,7 @@ def microseconds(us: float) -> str:
 def label(row: Row) -> str:
     if row.get("model"):
         return f"{row['model']} M={row['M']} {row['routing']}"
-    return str(row.get("shape", f"{row['M']}x{row['N']}"))
+    return str(row["shape"]) if "shape" in row else f"{row['M']}x{row['N']}"
 
 
 def problems(rows: list[Row]) -> dict[tuple[Any, ...], dict[str, Row]]:

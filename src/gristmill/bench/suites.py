@@ -261,7 +261,7 @@ SUITES = {
         Suite("moe", "kernel time and error of mixtures of experts with weights of 16 bits"),
         Suite("topk_router", "kernel time of the router of mixtures of experts"),
         Suite("host", "host time of an eager call: without grad, with grad, backward"),
-        Suite("start", "first call in a fresh process: empty cache, then a warm one"),
+        Suite("cold_start", "seconds until all is ready: an empty cache, a warm one, a bundle"),
         Suite("regret", "how far the picked kernel is from the best there is"),
         Suite("choice", "host time of choosing: lookup, first choice, first-call tuning"),
     )

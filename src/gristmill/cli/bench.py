@@ -10,7 +10,7 @@ import torch
 import typer
 from rich.console import Console
 
-from gristmill.bench import choice, families, host, matrix, regret, runner
+from gristmill.bench import choice, cold_start, families, host, matrix, regret, runner
 from gristmill.bench.environment import describe
 from gristmill.bench.peers import Peer, choose
 from gristmill.bench.progress import progress
@@ -115,9 +115,9 @@ def _measure(
     if "host" in suites:
         with progress(out, host.host_steps()) as advance:
             host.run_host(device, results, advance, dtype=dtype, rounds=repeats)
-    if "start" in suites:
-        with progress(out, host.start_steps()) as advance:
-            host.run_start(device, results, advance, dtype=dtype, repeats=repeats)
+    if cold_start.SUITE in suites:
+        with progress(out, cold_start.steps(device)) as advance:
+            cold_start.run(device, results, advance, repeats=1 if options.quick else 5)
     if "choice" in suites:
         with progress(out, choice.steps()) as advance:
             choice.run(device, results, advance, dtype=dtype, repeats=repeats)
@@ -198,11 +198,13 @@ def _write(results: Results, options: Options, out: Console) -> None:
         options.markdown.write_text(markdown(results))
         written.append(options.markdown)
     if options.plots is not None:
+        from gristmill.bench.cold_start_report import write_cold_start_plot
         from gristmill.bench.plots import write_plots
         from gristmill.bench.regret_plots import write_regret_plots
 
         written += write_plots(results, options.plots)
         written += write_regret_plots(results, options.plots)
+        written += write_cold_start_plot(results, options.plots)
     if written:
         out.print("written: " + ", ".join(map(str, written)), soft_wrap=True)
 
