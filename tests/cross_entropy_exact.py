@@ -15,6 +15,9 @@ import torch
 Tensor = torch.Tensor
 Pair = tuple[Tensor, Tensor]
 
+# What a power is off by, in half units of the last place. (The fuzz judge has one of its own.)
+POWER = 1.0
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -25,6 +28,7 @@ class Rows:
     lse: Tensor
     spread: Tensor  # by how much the logarithm of the sum may be off
     ignored: Tensor
+    wrong: Tensor  # whose target is no class, and not ignored
     weight: Tensor  # of the target
     hit: Tensor  # where the target is
 
@@ -36,13 +40,16 @@ def rows_of(
     ignore_index: int,
     softcap: float | None,
     first: int = 0,
+    classes: int = 0,
 ) -> Rows:
+    """Of all classes, or with `first` and `classes` of a shard of them."""
     v = logits.double()
     off = torch.zeros_like(v)
     if softcap is not None:
         v = softcap * torch.tanh(v / softcap)
         off = v.abs()
-    lse = torch.logsumexp(v, -1)
+    # A NaN or +inf makes its row NaN, as in torch's cross entropy.
+    lse = torch.logsumexp(v, -1).masked_fill((v == torch.inf).any(-1), torch.nan)
     p = (v - lse.unsqueeze(-1)).exp()
     far = v - v.amax(-1, keepdim=True) if v.shape[-1] else v
     spread = 1.0 + (p * (far.abs() + off)).nan_to_num(0.0).sum(-1)
@@ -52,7 +59,10 @@ def rows_of(
     weights = torch.ones(v.shape[-1:], dtype=v.dtype, device=v.device)
     weights = weights if weight is None else weight.double()
     own = torch.where(hit, weights, 0.0).sum(-1) if weight is not None else (~ignored).double()
-    return Rows(v, off, lse, spread, ignored, own, hit)
+    wrong = ~ignored & ((target < 0) | (target >= (classes or v.shape[-1])))
+    # It spoils its own row; the others keep their denominator.
+    own = torch.where(wrong, 1.0, own)
+    return Rows(v, off, lse, spread, ignored, wrong, own, hit)
 
 
 def forward(
@@ -76,6 +86,7 @@ def forward(
         each = 1.0 if weight is None else weight.double()
         loss = loss + label_smoothing * (each * distance).mean(-1)
         terms = terms + label_smoothing * (each * size).mean(-1)
+    loss = loss.masked_fill(rows.wrong, torch.nan)
     loss, terms = loss.masked_fill(rows.ignored, 0.0), terms.masked_fill(rows.ignored, 0.0)
     count = (~rows.ignored).sum().double()
     penalty = z_loss * rows.lse.square().masked_fill(rows.ignored, 0.0)
@@ -115,8 +126,8 @@ def backward(
     spread: Tensor | None = None,
 ) -> Pair:
     """The gradient of the logits; `spread`: by how much lse is off that was computed on the way."""
-    rows = rows_of(logits, target, weight, ignore_index, softcap, first_class)
     classes = classes or logits.shape[-1]
+    rows = rows_of(logits, target, weight, ignore_index, softcap, first_class, classes)
     lse, g = lse.double(), dloss.double()
     gz = g
     if reduction == "mean":
@@ -128,17 +139,19 @@ def backward(
     everywhere = (g * label_smoothing / max(1, classes)).expand(target.shape)
     penalty = gz * 2 * z_loss * lse
     keep = ~rows.ignored
-    slope = keep * (at_target + everywhere * total + penalty)
-    slope_terms = keep * (at_target.abs() + everywhere.abs() * total + penalty.abs())
+    slope = at_target + everywhere * total + penalty
+    slope_terms = at_target.abs() + everywhere.abs() * total + penalty.abs()
+    slope = torch.where(keep, slope.masked_fill(rows.wrong, torch.nan), 0.0)
+    slope_terms = torch.where(keep, slope_terms, 0.0)
     if dlse is not None:
         slope, slope_terms = slope + dlse.double(), slope_terms + dlse.double().abs()
     exponent = rows.v - lse.unsqueeze(-1)
     p = exponent.exp()
-    size = 1.0 + exponent.abs() + rows.off
+    size = POWER + exponent.abs() + rows.off
     if spread is not None:
         size = size + spread.unsqueeze(-1)
     size = (p * size).nan_to_num(0.0)
-    shared = (keep * everywhere).unsqueeze(-1) * each
+    shared = torch.where(keep, everywhere, 0.0).unsqueeze(-1) * each
     peak = torch.where(rows.hit, at_target.unsqueeze(-1), 0.0)
     value = p * slope.unsqueeze(-1) - shared - peak
     terms = size * slope_terms.unsqueeze(-1) + shared.abs() + peak.abs()
@@ -187,16 +200,26 @@ def shard(
     sums: bool,
 ) -> Pair:
     """The largest v, the sum of exp(v - largest), the target's v, and the sum of v."""
-    rows = rows_of(logits, target, None, ignore_index, softcap, first_class)
+    rows = rows_of(logits, target, None, ignore_index, softcap, first_class, classes)
     largest = rows.v.amax(-1)
-    total = (rows.v - largest.unsqueeze(-1)).exp().sum(-1)
-    logit = torch.where(rows.hit, rows.v, 0.0).sum(-1)
+    base = largest.masked_fill(largest == -torch.inf, 0.0)  # of a shard of nothing else
+    total = (rows.v - base.unsqueeze(-1)).exp().sum(-1)
+    logit = torch.where(rows.hit, rows.v, 0.0).sum(-1).masked_fill(rows.wrong, torch.nan)
     values = [largest, total, logit]
     terms = [largest.abs(), total * (rows.spread + largest.abs()), logit.abs()]
     if sums:
         values.append(rows.v.sum(-1))
         terms.append(rows.v.abs().sum(-1))
     return torch.stack(values, -1), torch.stack(terms, -1)
+
+
+def shard_unknown(logits: Tensor, softcap: float | None, sums: bool) -> Tensor:
+    """Which numbers of a shard nobody counts on: a row of a NaN or +inf has a NaN for its sum of
+    powers; its largest v and the sum of v are then of no use."""
+    v = logits.double() if softcap is None else torch.tanh(logits.double())
+    spoiled = (v.isnan() | (v == torch.inf)).any(-1, keepdim=True)
+    numbers = torch.tensor([True, False, False, True][: 4 if sums else 3], device=v.device)
+    return spoiled & numbers
 
 
 def scale(gradient: Tensor, factor: Tensor) -> Pair:

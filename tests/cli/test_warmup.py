@@ -19,8 +19,10 @@ from gristmill.warmup import (
     EXPERTS,
     LAYERS,
     VOCABULARIES,
+    Wanted,
     Warmed,
     default_shapes,
+    jobs_of,
     warmup,
 )
 
@@ -35,19 +37,16 @@ def settings_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     reset_tables()
 
 
-def test_what_is_warmed_is_what_a_call_looks_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    load = cache.load_or_compile
-    monkeypatch.setattr(
-        cache, "load_or_compile", lambda program, arch: asked.append(program) or load(program, arch)
-    )
+def test_what_is_warmed_is_what_a_call_looks_for() -> None:
     done = warmup("rms_norm", shapes=[(16, 4096)], arch="sm_90a")
     op = OPS["rms_norm"]
     args = op.example((16, 4096), torch.bfloat16, "meta")
     problem = op.problem(*args, device=KNOWN["sm_90a"])
     choice = ranked(op.name, op.variants, problem)[0]
-    assert tuple(asked) == choice.variant.programs(problem, choice.config) != ()
+    programs = choice.variant.programs(problem, choice.config)
+    assert [one.kernels for one in done] == [one.names for one in programs] != []
     assert {one.variant for one in done} == {choice.variant.name}
+    assert all(cache.is_cached(one, "sm_90a") for one in programs)
 
 
 def test_progress_and_the_second_time() -> None:
@@ -77,15 +76,13 @@ def test_the_default_is_few_programs_for_many_shapes(
     monkeypatch.setenv("GRISTMILL_TABLE", table)
     reload_settings()
     reset_tables()
-    from gristmill.warmup import _jobs
-
     compiled = [
         name for name, op in OPS.items() if any(one.name.startswith("cuda_") for one in op.variants)
     ]
     assert {"rms_norm", "layer_norm", "softmax", "cross_entropy_backward"} <= set(compiled)
-    jobs = _jobs(list(OPS), None, [torch.bfloat16], KNOWN["sm_90a"])
+    jobs = jobs_of(Wanted(), KNOWN["sm_90a"], [])
     for name in compiled:
-        own = _jobs([name], None, [torch.bfloat16], KNOWN["sm_90a"])
+        own = jobs_of(Wanted(name), KNOWN["sm_90a"], [])
         assert set(own) <= set(jobs)
         assert 1 <= len(own) < len(default_shapes(name)) / share
 

@@ -27,7 +27,10 @@ def cross_entropy_backward(dloss: torch.Tensor, dlse: Any, logits: Any, *rest: A
 
 
 def cross_entropy_shard(logits: torch.Tensor, *rest: Any) -> list[Truth]:
-    return [_truth(exact.shard(logits, *rest), logits.dtype)]
+    value, terms = exact.shard(logits, *rest)
+    unknown = exact.shard_unknown(logits, *rest[-2:])
+    low, high = (torch.where(unknown, sign * torch.inf, value) for sign in (-1, 1))
+    return [Truth(low, high, terms, accumulator_of(logits.dtype))]
 
 
 def scale_gradient_(gradient: torch.Tensor, factor: torch.Tensor) -> list[Truth]:

@@ -13,7 +13,7 @@ keep fp32 than for those that round to 16 bits.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import torch
@@ -52,6 +52,10 @@ class Mixture:
 
         places = [[place(expert) for expert in row] for row in self.ids.tolist()]
         return torch.tensor(places, dtype=torch.int64, device=self.ids.device).view(self.ids.shape)
+
+    def of(self, served: Tensor) -> Mixture:
+        """As an expert sees it: zeros for the tokens of others, whatever those hold."""
+        return replace(self, x=torch.where(served, self.x, 0.0))
 
 
 @dataclass(frozen=True)
@@ -157,11 +161,11 @@ def _narrow(dtype: torch.dtype) -> bool:
 
 def activation_of(name: str, gate: Tensor, up: Tensor, alpha: float | None) -> Tensor:
     if name == "silu":
-        return gate / (1 + torch.exp(-gate)) * up
+        return gate * torch.sigmoid(gate) * up
     if name == "gelu":
         return gate * 0.5 * (1 + torch.erf(gate / 2**0.5)) * up
     assert name == "swiglu_oai"
-    return gate / (1 + torch.exp(-(1.702 if alpha is None else alpha) * gate)) * (up + 1)
+    return gate * torch.sigmoid((1.702 if alpha is None else alpha) * gate) * (up + 1)
 
 
 def _expert(number: int, mixture: Mixture) -> Expert:
@@ -228,8 +232,9 @@ def forward(mixture: Mixture) -> list[Truth]:
     places, nothing = mixture.places(), torch.zeros_like(x, dtype=torch.float64)
     found = Found.around(nothing, 0.0, nothing, 0.0)
     for number in range(mixture.experts):
-        share, weighs = _shares(weights, places == number)
-        one = _expert(number, mixture)
+        mine = places == number
+        share, weighs = _shares(weights, mine)
+        one = _expert(number, mixture.of(mine.any(-1, keepdim=True)))
         size = one.w2.abs().t()
         y, terms = one.middle @ one.w2.t(), one.h_off @ size
         units = _rounding(y, x.dtype) + one.h_units @ size
@@ -243,7 +248,7 @@ def forward(mixture: Mixture) -> list[Truth]:
 def backward(mixture: Mixture, dy: Tensor, *, weight_grad: bool = False) -> list[Truth]:
     """For hidden states and topk_weights; with `weight_grad` for w13, w2 and biases, too."""
     x, weights, w2_bias = mixture.x, mixture.weights.double(), mixture.w2_bias
-    places, d = mixture.places(), dy.double()
+    places = mixture.places()
     nothing = torch.zeros_like(x, dtype=torch.float64)
     dx = Found.around(nothing, 0.0, nothing, 0.0)
     dweights, off, terms, units = (torch.zeros_like(weights) for _ in range(4))
@@ -251,12 +256,12 @@ def backward(mixture: Mixture, dy: Tensor, *, weight_grad: bool = False) -> list
     for number in range(mixture.experts):
         mine = places == number
         share, weighs = _shares(weights, mine)
-        one = _expert(number, mixture)
+        served = mine.any(-1, keepdim=True)
+        one, d = _expert(number, mixture.of(served)), torch.where(served, dy.double(), 0.0)
         dh, dh_off = d @ one.w2, d.abs() @ one.w2.abs()
         dh_units = _rounding(dh, x.dtype) + mixture.inexact * dh_off
         # Of the activation's gradient: each factor may be off in its own way.
         both = _Gradient.of(share, weighs, one, dh, dh_off, dh_units)
-        served = mine.any(-1, keepdim=True)
         dx = dx.plus(_of_tokens(served, both, one, mixture))
         dshare = (dh * one.middle).sum(-1, keepdim=True)
         size = (dh_off * one.middle.abs() + dh.abs() * one.h_off).sum(-1, keepdim=True)
@@ -270,7 +275,8 @@ def backward(mixture: Mixture, dy: Tensor, *, weight_grad: bool = False) -> list
         terms = torch.where(mine, size, terms)
         units = torch.where(mine, rounded, units)
         if weight_grad:
-            trained.append(_of_weights(x, share * d, weighs * d.abs(), both, one))
+            tokens = mixture.of(served).x
+            trained.append(_of_weights(tokens, share * d, weighs * d.abs(), both, one))
     return [
         dx.truth(x.dtype),
         Found.around(dweights, off, terms, units).truth(x.dtype),
@@ -280,7 +286,9 @@ def backward(mixture: Mixture, dy: Tensor, *, weight_grad: bool = False) -> list
 
 def _shares(weights: Tensor, mine: Tensor) -> tuple[Tensor, Tensor]:
     """What each token weighs at an expert, and the size of the parts of that, if it has several."""
-    share, weighs = ((one * mine).sum(-1, keepdim=True) for one in (weights, weights.abs()))
+    share, weighs = (
+        torch.where(mine, one, 0.0).sum(-1, keepdim=True) for one in (weights, weights.abs())
+    )
     return share, weighs
 
 

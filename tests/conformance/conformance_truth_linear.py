@@ -15,7 +15,7 @@ def activation_of(name: str | None, h: Tensor) -> Tensor:
     if name is None:
         return h
     if name == "relu":
-        return torch.where(h > 0, h, torch.zeros_like(h))
+        return torch.where(h <= 0, torch.zeros_like(h), h)  # NaN stays NaN
     if name == "silu":
         return h / (1 + torch.exp(-h))
     if name == "gelu":
@@ -47,16 +47,32 @@ def _activated(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str |
     value = activation_of(activation, h)
     if activation is None:
         return Truth(value, value, terms, accumulator)
+    # Where e to the power of -h overflows nothing is left of h / (1 + that).
+    lost = value.abs() < 2 * torch.finfo(accumulator).tiny * h.abs()
+    ends = torch.where(lost, value.clamp(max=0), value), torch.where(lost, 0.0, value)
+    # Of infinities torch's own kernels make NaN or the limit: for -inf, and in gelu for both. And
+    # its products, rounded to 16 bits before the activation, may have become infinite.
+    unknown = torch.zeros_like(h, dtype=torch.bool)
+    if activation != "relu":
+        unknown = h.isinf() if activation == "gelu" else h == -torch.inf
+    low, high = (
+        torch.where(unknown, sign * torch.inf, end) for sign, end in zip((-1, 1), ends, strict=True)
+    )
+    beyond = unknown | (h.abs() > 0.99 * torch.finfo(x.dtype).max)
+    composed = tuple(
+        torch.where(beyond, sign * torch.inf, end) for sign, end in zip((-1, 1), ends, strict=True)
+    )
     # The argument is off by its own error, the activation by a few roundings of its own: torch
     # writes gelu with 1 + erf (or tanh), which for negative h cancels to what is left of h.
     own = 2 * value.abs() + (h.abs() if "gelu" in activation else 0)
     return Truth(
-        value,
-        value,
+        low,
+        high,
         _moved(activation, h, terms, accumulator) + own,
         accumulator,
         composed_terms=_moved(activation, h, terms, x.dtype)
         + own * (unit(accumulator) / unit(x.dtype)),
+        composed_range=composed,
     )
 
 

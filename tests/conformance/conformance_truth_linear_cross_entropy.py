@@ -35,8 +35,9 @@ def _rounded_range(value: Tensor, terms: Tensor, dtype: torch.dtype) -> tuple[Te
     if dtype == precise:
         return value, torch.zeros_like(value)
     off = BEFORE_ROUNDING * unit(precise) * terms
+    off = torch.where(value.isinf(), 0.0, off)
     low, high = (value - off).to(dtype).double(), (value + off).to(dtype).double()
-    return (low + high) / 2, (high - low) / 2
+    return (low + high) / 2, torch.where(low == high, 0.0, (high - low) / 2)
 
 
 def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Logits:
@@ -45,6 +46,7 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | Non
     if bias is not None:
         value, terms = value + bias.double(), terms + bias.double().abs()
     value, half = _rounded_range(value, terms, x.dtype)
+    terms = torch.where(value.isinf(), 0.0, terms)
     if x.dtype != accumulator_of(x.dtype):
         terms = torch.zeros_like(terms)  # what was rounded is exact from here on
     if softcap is None:
@@ -67,6 +69,7 @@ class Rows(NamedTuple):
     """What every row has, beside its logits: with class weights and without."""
 
     counted: Tensor
+    wrong: Tensor
     hit: Tensor
     weights: Tensor
     own: Tensor
@@ -79,7 +82,18 @@ def _rows(target: Tensor, class_weight: Tensor | None, classes: int, ignore_inde
     weights = torch.ones(classes, dtype=torch.float64, device=target.device)
     if class_weight is not None:
         weights = class_weight.double()
-    return Rows(counted, hit, weights, (hit * weights).sum(-1))
+    wrong = counted & ((target < 0) | (target >= classes))
+    return Rows(counted, wrong, hit, weights, torch.where(wrong, 1.0, (hit * weights).sum(-1)))
+
+
+def _lse(v: Tensor) -> Tensor:
+    """A NaN or +inf makes its row NaN, as in torch's cross entropy."""
+    return torch.logsumexp(v, -1).masked_fill((v == torch.inf).any(-1), torch.nan)
+
+
+def _size(v: Tensor) -> Tensor:
+    """Of what takes part: a class that is masked, -inf, has no share in any error."""
+    return v.abs().masked_fill(v == -torch.inf, 0.0)
 
 
 def forward(
@@ -98,22 +112,31 @@ def forward(
     v = _logits(x, weight, bias, softcap)
     classes, precise = weight.shape[0], accumulator_of(x.dtype)
     rows = _rows(target, class_weight, classes, ignore_index)
-    lse = torch.logsumexp(v.values, -1)
+    lse = _lse(v.values)
     p = torch.exp(v.values - lse.unsqueeze(-1))
-    lse_half = (p * v.half).sum(-1)
-    lse_terms = 1 + lse.abs() + (p * (v.terms + v.values.abs())).sum(-1)
+    lse_half = torch.where(lse.isinf(), 0.0, (p * v.half).sum(-1))
+    lse_terms = 1 + lse.abs() + (p * (v.terms + _size(v.values))).sum(-1)
     # The loss is a sum over classes of share * (lse - v), with shares that smoothing gives.
     shares = (1 - label_smoothing) * rows.own.unsqueeze(-1) * rows.hit
     shares = shares + label_smoothing / classes * rows.weights * rows.counted.unsqueeze(-1)
     whole = shares.sum(-1)
-    loss = (shares * (lse.unsqueeze(-1) - v.values)).sum(-1)
+    distances = lse.unsqueeze(-1) - v.values
+    loss = torch.where(shares == 0, 0.0, shares * distances).sum(-1)
+    loss = loss.masked_fill(rows.wrong, torch.nan)
     slopes = whole.unsqueeze(-1) * p - shares
-    terms = whole * lse_terms + (shares * (v.values.abs() + v.terms)).sum(-1)
+    terms = whole * lse_terms + (shares * (_size(v.values) + v.terms)).sum(-1)
     half = (slopes.abs() * v.half).sum(-1)
+    # Rows that take no part count nowhere, whatever they hold.
+    loss, half, terms, lse, lse_half, lse_terms = (
+        torch.where(rows.counted, one, 0.0) for one in (loss, half, terms, lse, lse_half, lse_terms)
+    )
     square = z_loss * lse.square() * rows.counted
     square_half = 2 * z_loss * lse.abs() * lse_half * rows.counted
     square_terms = 2 * z_loss * lse.abs() * lse_terms * rows.counted
-    lse, lse_half, lse_terms = (one * rows.counted for one in (lse, lse_half, lse_terms))
+    # That of a row whose target is no class is nobody's business: its loss is NaN.
+    lse_ends = (
+        torch.where(rows.wrong, sign * torch.inf, lse + sign * lse_half) for sign in (-1, 1)
+    )
     denominators = torch.stack((rows.own.sum(), rows.counted.sum().double()))
     if reduction == "none":
         parts = [(loss, half, terms), (square, square_half, square_terms)]
@@ -129,7 +152,7 @@ def forward(
         denominators = denominators[:0]
     return [
         Truth(loss - half, loss + half, terms, precise),
-        Truth(lse - lse_half, lse + lse_half, lse_terms, precise),
+        Truth(*lse_ends, lse_terms, precise),
         Truth(denominators, denominators, denominators, precise),
     ]
 
@@ -158,24 +181,28 @@ def backward(
     classes = weight.shape[0]
     rows = _rows(target, class_weight, classes, ignore_index)
     d, sums = dloss.double(), lse.double()
-    g = gz = d.expand(target.shape) * rows.counted
+    g = gz = torch.where(rows.counted, d.expand(target.shape), 0.0)
     if reduction == "mean":
         g, gz = g / denominators[0].double(), gz / denominators[1].double()
     shares = (1 - label_smoothing) * rows.own.unsqueeze(-1) * rows.hit
     shares = shares + label_smoothing / classes * rows.weights * rows.counted.unsqueeze(-1)
     parts = [g * shares.sum(-1), gz * 2 * z_loss * sums]
     if dlse is not None:
-        parts.append(dlse.double() * rows.counted)
-    factor = torch.stack(parts).sum(0).unsqueeze(-1)
+        parts.append(torch.where(rows.counted, dlse.double(), 0.0))
+    factor = torch.stack(parts).sum(0).masked_fill(rows.wrong, torch.nan).unsqueeze(-1)
     size = torch.stack(parts).abs().sum(0).unsqueeze(-1)
     p = torch.exp(v.values - sums.unsqueeze(-1))
     own = g.unsqueeze(-1) * shares
     dv = p * factor - own
-    exponent = 2 + v.terms + v.values.abs() + sums.abs().unsqueeze(-1)
+    exponent = 2 + v.terms + _size(v.values) + sums.abs().unsqueeze(-1)
     dv_terms = p * size * exponent + own.abs()
     value = dv * v.slope
     terms = dv_terms * v.slope + dv.abs() * v.slope_terms
     shift = (p * factor).abs() * v.half * v.slope + dv.abs() * v.slope_half
+    # Rows that take no part get zeros, whatever they hold.
+    value, terms, shift = (
+        torch.where(rows.counted.unsqueeze(-1), one, 0.0) for one in (value, terms, shift)
+    )
     return _products(x, weight, value, terms, shift, (x_grad, weight_grad, bias_grad))
 
 

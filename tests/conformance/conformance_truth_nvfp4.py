@@ -139,8 +139,10 @@ def linear(
 ) -> list[Truth]:
     weight, h = weight_of(codes, scales, row_scale, layout, x.shape[-1]), x.double()
     value, terms = h @ weight.t(), h.abs() @ weight.abs().t()
-    x_off, w_off = rounded_off(x, act), weight_off(weight, row_scale, act)
-    off = x_off @ weight.abs().t() + (h.abs() + x_off) @ w_off.t()
+    off = torch.zeros_like(value)
+    if act is not None:
+        x_off, w_off = rounded_off(x, act), weight_off(weight, row_scale, act)
+        off = x_off @ weight.abs().t() + (h.abs() + x_off) @ w_off.t()
     if act == "fp8":
         # Hopper's FP8 tensor cores keep 13 bits behind the point, 32 products at a time.
         off = off + terms * 2**-13 * (x.shape[-1] / 32 + 1)

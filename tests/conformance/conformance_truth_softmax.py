@@ -37,7 +37,8 @@ def softmax(x: Tensor, scale: float, mask: Tensor | None, causal: str | None) ->
     accumulator = accumulator_of(x.dtype)
     # Powers below the smallest normal number may be lost.
     smallest = torch.finfo(accumulator).tiny
-    return [Truth(torch.where(p < 2 * smallest, 0.0, p), p, terms, accumulator)]
+    low, high = _known(torch.where(p < 2 * smallest, 0.0, p), p, _seen(x, causal))
+    return [Truth(low, high, terms, accumulator)]
 
 
 def log_softmax(x: Tensor, scale: float, mask: Tensor | None, causal: str | None) -> list[Truth]:
@@ -45,25 +46,34 @@ def log_softmax(x: Tensor, scale: float, mask: Tensor | None, causal: str | None
     nobody, distance, total = _row(values)
     logs = (distance - total.log()).masked_fill(nobody, NONE)
     terms = POWER + _finite(distance).abs() + rounded + total.log().masked_fill(nobody, 0.0)
-    return [LogTruth(logs, logs, terms, accumulator_of(x.dtype))]
+    low, high = _known(logs, logs, _seen(x, causal))
+    return [LogTruth(low, high, terms, accumulator_of(x.dtype))]
 
 
 def softmax_backward(dy: Tensor, y: Tensor, scale: float, causal: str | None) -> list[Truth]:
-    d, p = dy.double(), y.double()
+    seen = _seen(y, causal)
+    d, p = (torch.where(seen, one.double(), 0.0) for one in (dy, y))
     products = d * p
     dx = scale * p * (d - products.sum(-1, keepdim=True))
     terms = abs(scale) * p * (d.abs() + products.abs().sum(-1, keepdim=True))
-    return [Truth(dx, dx, terms, accumulator_of(y.dtype))]
+    low, high = _known(dx, dx, seen)
+    return [Truth(low, high, terms, accumulator_of(y.dtype))]
 
 
 def log_softmax_backward(dy: Tensor, y: Tensor, scale: float, causal: str | None) -> list[Truth]:
-    none = y == NONE
-    d, logs = dy.double().masked_fill(none, 0.0), y.double()
+    logs = torch.where(_seen(y, causal), y.double(), NONE)
+    none = logs == NONE
+    d = dy.double().masked_fill(none, 0.0)
     p = logs.exp()
-    dx = scale * (d - p * d.sum(-1, keepdim=True)).masked_fill(none, 0.0)
+    total = d.sum(-1, keepdim=True)
+    dx = scale * (d - p * total).masked_fill(none, 0.0)
     powers = p * (POWER + _finite(logs).abs())
     terms = abs(scale) * (d.abs() + powers * d.abs().sum(-1, keepdim=True))
-    return [Truth(dx, dx, terms.masked_fill(none, 0.0), accumulator_of(y.dtype))]
+    accumulator = accumulator_of(y.dtype)
+    # Powers below the smallest normal number may be lost: of an infinite sum NaN is left.
+    lost = (p < 2 * torch.finfo(accumulator).tiny) & ~total.isfinite() & ~none
+    low, high = (torch.where(lost, sign * torch.inf, dx) for sign in (-1, 1))
+    return [Truth(low, high, terms.masked_fill(none, 0.0), accumulator)]
 
 
 def _values(
@@ -78,14 +88,26 @@ def _values(
     elif mask is not None:
         values = torch.where(mask, values, NONE)
     if causal is not None:
-        queries, keys = x.shape[-2:]
-        seen = torch.ones(queries, keys, dtype=torch.bool, device=x.device)
-        seen = seen.tril(keys - queries if causal == "bottom_right" else 0)
-        values = torch.where(seen, values, NONE)
+        values = torch.where(_seen(x, causal), values, NONE)
     sizes = sizes.masked_fill(values == NONE, 0.0)
     if sizes.shape[-1] == 0:
         return values, sizes
     return values, sizes + sizes.amax(-1, keepdim=True)
+
+
+def _seen(x: Tensor, causal: str | None) -> Tensor:
+    """What is within the causal limit: the rest is never read."""
+    if causal is None:
+        return torch.ones((), dtype=torch.bool, device=x.device)
+    queries, keys = x.shape[-2:]
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=x.device)
+    return seen.tril(keys - queries if causal == "bottom_right" else 0)
+
+
+def _known(low: Tensor, high: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """Beyond a causal limit a row of NaN may have NaN or the zeros that are written there."""
+    unknown = ~seen & low.isnan()
+    return low.masked_fill(unknown, NONE), high.masked_fill(unknown, -NONE)
 
 
 def _row(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from conformance_truth_core import Truth, accumulator_of
+from conformance_truth_core import Truth, accumulator_of, unit
 
 Tensor = torch.Tensor
 # What a power is off by, in half units of the last place (`exp2_fast` in machine.cuh), and what it
@@ -69,6 +69,38 @@ def chosen(
     return sorted(able, key=lambda one: (*place(values[one]), one))[:topk]
 
 
+def doubtful(
+    logits: Tensor,
+    topk: int,
+    scoring: str,
+    renormalize: bool,
+    bias: Tensor | None,
+    groups: int,
+    topk_groups: int,
+    *rest: object,
+) -> Tensor:
+    """Which rows have biased scores, of experts or groups, so close that fp32 may swap them.
+
+    Those that are equal in fp64 are so in fp32, too: the same logits and biases.
+    """
+    nothing = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
+    if bias is None or logits.dtype == torch.float64 or not len(logits):
+        return nothing
+    ranked = _scores(logits.double(), scoring)[0] + bias.double()
+    close = _close(ranked)
+    if groups > 1:
+        members = ranked.unflatten(-1, (groups, -1))
+        best = members.topk(min(2, members.shape[-1]), -1).values.sum(-1)
+        close = close | _close(best)
+    return close
+
+
+def _close(values: Tensor) -> Tensor:
+    gaps = values.sort(-1, descending=True).values.diff(dim=-1).abs()
+    size = values.abs().amax(-1, keepdim=True)
+    return ((gaps > 0) & (gaps < 64 * unit(torch.float32) * (1 + size))).any(-1)
+
+
 def topk_router_backward(
     dweights: Tensor,
     logits: Tensor,
@@ -86,16 +118,20 @@ def topk_router_backward(
     if renormalize:
         if scoring == "softmax":
             # Whatever the others have: where that is nearly all, little is left of fp64 numbers.
-            s = zeros.scatter(1, ids, _scores(values.gather(1, ids), scoring)[0])
+            of_chosen = _scores(values.gather(1, ids), scoring)
+            s, off = (zeros.scatter(1, ids, one) for one in of_chosen)
             own = s.gather(1, ids)
         total = _total(own, scoring)
         mean = (d * own).sum(1, keepdim=True) / total
         ds = (d - mean) / total
         ds_terms = (d.abs() + (d.abs() * own).sum(1, keepdim=True) / total) / total
-    exact, terms = (s * zeros.scatter(1, ids, one) for one in (ds, ds_terms))
+    chosen_there = zeros.scatter(1, ids, 1.0) > 0
+    exact, terms = (
+        torch.where(chosen_there, s * zeros.scatter(1, ids, one), 0.0) for one in (ds, ds_terms)
+    )
     if scoring == "sigmoid":
         rest = torch.sigmoid(-values)
-        exact, terms = exact * rest, terms * rest
+        exact, terms = (torch.where(chosen_there, one * rest, 0.0) for one in (exact, terms))
     elif not renormalize:
         exact = exact - s * (own * ds).sum(1, keepdim=True)
         terms = terms + s * (own * ds_terms).sum(1, keepdim=True)

@@ -110,19 +110,71 @@ def explain(
 
 @app.command(
     epilog="Examples: `gristmill warmup` for the GPU here; "
-    "`gristmill warmup rms_norm --shape 1x4096 --arch sm_90a` in an image build without one"
+    "`gristmill warmup rms_norm --shape 1x4096 --arch sm_90a` in an image build without one; "
+    "`gristmill warmup --all --arch sm_90a --bundle kernels.zip` for machines without a compiler; "
+    "`gristmill warmup --recorded run.jsonl --arch sm_90a --bundle kernels.zip` for one program. "
+    "Exit code 1 if something did not compile."
 )
 @reported
 def warmup(
     ops: Annotated[list[str] | None, typer.Argument(help="Ops to warm up; by default all.")] = None,
     shape: Shapes = None,
     dtype: Dtypes = None,
-    arch: Arch = None,
+    arch: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--arch",
+            help="Compile for this architecture, here or not: sm_80, sm_90a, sm_100a, ... "
+            "May be repeated.",
+        ),
+    ] = None,
+    every: Annotated[
+        bool,
+        typer.Option(
+            "--all", help="Every kernel of the ops for these dtypes, not those of shapes."
+        ),
+    ] = False,
+    recorded: Annotated[
+        Path | None,
+        typer.Option(help="What the calls in this file run, written by GRISTMILL_RECORD."),
+    ] = None,
+    program: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--program",
+            help="One program, as the message of KernelNotCached names it. May be repeated.",
+        ),
+    ] = None,
+    bundle: Annotated[
+        Path | None,
+        typer.Option(help="Also write it all into this file, for GRISTMILL_CACHE_LAYERS."),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes to compile in; by default by the cores.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only list what would be compiled.")
+    ] = False,
+    json: Json = False,
 ) -> None:
-    """Compile kernels into the cache ahead of the first call."""
-    from gristmill.cli.warmup import run
+    """Compile kernels into the cache ahead of the first call, and into a bundle."""
+    from gristmill.cli.warmup import Options, run
 
-    run(ops or [], shape or [], dtype or [], arch)
+    run(
+        Options(
+            ops=ops or [],
+            shapes=shape or [],
+            dtypes=dtype or [],
+            archs=arch or [],
+            every=every,
+            recorded=recorded,
+            programs=program or [],
+            bundle=bundle,
+            workers=workers,
+            dry_run=dry_run,
+            json=json,
+        )
+    )
 
 
 @app.command(

@@ -23,6 +23,10 @@ def float_tensor(op: str, name: str, value: Any) -> None:
         raise DtypeError(
             f"{op}: {name} must have dtype {listed(FLOATS)}, got {listed((value.dtype,))}"
         )
+    dense(op, name, value)
+
+
+def dense(op: str, name: str, value: torch.Tensor) -> None:
     if value.layout != torch.strided or value.is_nested:
         raise ArgumentError(f"{op}: {name} must be a dense tensor, got {_kind(value)}")
 

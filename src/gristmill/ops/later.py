@@ -14,8 +14,19 @@ class Later:
         self._module = module
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return getattr(import_module(self._module), name)(*args, **kwargs)
+        return _Function(self._module, name)
 
-        call.__name__ = call.__qualname__ = name
-        return call
+
+class _Function:
+    """A function of a module that is not imported yet."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self._module, self.__name__ = module, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.found()(*args, **kwargs)
+
+    def found(self) -> Callable[..., Any]:
+        """The function itself."""
+        function: Callable[..., Any] = getattr(import_module(self._module), self.__name__)
+        return function

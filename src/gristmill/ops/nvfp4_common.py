@@ -318,6 +318,7 @@ def _check_part(op: str, name: str, value: Any, dtype: torch.dtype, device: torc
     got = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
     if got != dtype:
         raise DtypeError(f"{op}: {name} must be a tensor of {dtype}, got {got}")
+    checks.dense(op, name, value)
     checks.same_device(op, name, value, "the input", device)
 
 

@@ -7,7 +7,8 @@ adds no wiring.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +24,8 @@ from gristmill.ops.direct import (
     needs_grad,
     refuse_tangents,
 )
-from gristmill.select.chooser import resolve
+from gristmill.ops.memory import MEMORY_ERRORS, is_lack, lack
+from gristmill.select.chooser import failure_of, ranked, resolve
 from gristmill.select.device import Device, device_of
 from gristmill.select.overrides import is_batch_invariant, register_variants, restored, token
 from gristmill.select.problem import Problem
@@ -104,6 +106,8 @@ class Op:
     # Calls like one, itself among them, that read other parts of the same tensors: what is timed
     # again and again must not find them in a cache.
     elsewhere: Callable[..., list[Arguments]] | None = None
+    # All kernels of the op on a device, for rows of a dtype: see `space.py`.
+    space: Callable[[Op, Device, torch.dtype], Iterator[Any]] | None = None
     _plans: dict[Hashable, Plan] = field(default_factory=dict, init=False, repr=False)
     _key: Callable[..., Hashable] = field(init=False, repr=False)
     _function: Any = field(default=None, init=False, repr=False)
@@ -195,7 +199,14 @@ class Op:
             plan = self._plans.get(self._key(*args))
         except (AttributeError, RuntimeError, TypeError):
             plan = None  # run() says what is wrong
-        return self.run(*args) if plan is None else plan(*args)
+        if plan is None:
+            return self.run(*args)
+        try:
+            return plan(*args)
+        except MEMORY_ERRORS as error:
+            if not is_lack(error):
+                raise
+            raise self._lack(error, args) from error
 
     def call_in_backward(self, tensors: tuple[torch.Tensor | None, ...], args: Arguments) -> Any:
         """As `call`, for what autograd calls: a compiler may be tracing that."""
@@ -239,9 +250,24 @@ class Op:
         except (AttributeError, RuntimeError, TypeError):
             self.check(*args)  # not a tensor, no dense one, or not hashable: says which argument
             raise
-        if plan is None:
-            plan = self._plan(key, args)
-        return plan(*args)
+        try:
+            if plan is None:
+                plan = self._plan(key, args)
+            return plan(*args)
+        except MEMORY_ERRORS as error:
+            if not is_lack(error):
+                raise
+            raise self._lack(error, args) from error
+
+    def _lack(self, error: Exception, args: Arguments) -> Exception:
+        """The error for a call that lacked memory: which, and by which variant."""
+        who = self.name
+        with suppress(Exception):  # nothing here may hide the error itself
+            problem = self.problem(*args)
+            choices = ranked(self.name, self.variants, problem)
+            built = (one.variant for one in choices if failure_of(problem, one.variant) is None)
+            who = f"{who}: variant {next(built).name} for {problem.key(problem.rows)}"
+        return lack(who, error)
 
     def forget_plans(self) -> None:
         """Make every choice anew: after settings or tables have changed."""
@@ -282,7 +308,7 @@ class Op:
                 setup_context=lambda ctx, inputs, output: gradient.save(ctx, inputs, output),
                 lib=LIBRARY,
             )
-            self._function = _function(self.name, self.run, gradient)
+            self._function = _FirstGradient(self, gradient)
         self._key = _key_function(self.overload._schema)
         if self.autocast is not None:
             for key in self.autocast_keys:
@@ -340,6 +366,21 @@ def _remembering_use(gradient: Gradient) -> Gradient:
             return gradient.backward(ctx, *gradients)
 
     return Gradient(save, backward)
+
+
+class _FirstGradient:
+    """Stands for an op's autograd function until it is first applied.
+
+    To make all of them takes 10 ms, which every import would wait for.
+    """
+
+    def __init__(self, op: Op, gradient: Gradient) -> None:
+        self._op, self._gradient = op, gradient
+
+    def apply(self, *args: Any) -> Any:
+        op = self._op
+        op._function = _function(op.name, op.run, self._gradient)
+        return op._function.apply(*args)
 
 
 def _function(name: str, run: Plan, gradient: Gradient) -> Any:

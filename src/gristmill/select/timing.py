@@ -14,7 +14,6 @@ On a CPU the same loop runs against the wall clock.
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -282,6 +281,8 @@ class _CudaSampler:
 
 
 def _timing(times: Sequence[float], method: str) -> Timing:
+    import statistics  # brings fractions and decimals along, which few processes need
+
     spread = 0.0
     if len(times) > 1:
         low, _, high = statistics.quantiles(times, n=4, method="inclusive")

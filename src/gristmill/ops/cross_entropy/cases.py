@@ -11,6 +11,7 @@ import torch
 
 from gristmill.ops.cross_entropy import reference
 from gristmill.ops.cross_entropy.semantics import accumulator
+from gristmill.ops.examples import integers, normal
 from gristmill.ops.op import Arguments, Case, Cost
 
 _BF16, _FP16, _FP32, _FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -63,18 +64,20 @@ def scale_cost(gradient: torch.Tensor, factor: torch.Tensor) -> Cost:
 def forward_example(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
 ) -> Arguments:
-    logits = torch.randn(shape, dtype=dtype, device=device)
+    logits = normal(shape, dtype, device)
     return logits, _targets(shape, device), None, _IGNORE, 0.0, 0.0, None, "mean", False
 
 
 def backward_example(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
 ) -> Arguments:
-    logits = torch.randn(shape, dtype=dtype, device=device)
+    logits = normal(shape, dtype, device)
     own = accumulator(dtype)
     dloss = torch.ones((), dtype=own, device=device)
-    lse = torch.logsumexp(logits.to(own), -1)
-    denominators = torch.full((2,), max(1.0, float(lse.numel())), dtype=own, device=device)
+    rows = shape[:-1]
+    lse = normal(rows, own, device) if logits.is_meta else torch.logsumexp(logits.to(own), -1)
+    count = max(1.0, float(lse.numel()))
+    denominators = torch.full((2,), count, dtype=own, device=device)
     options = (None, _IGNORE, 0.0, 0.0, None, "mean", 0, 0)
     return dloss, None, logits, _targets(shape, device), lse, denominators, *options
 
@@ -83,7 +86,7 @@ def shard_example(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
 ) -> Arguments:
     """The second of two equal shards."""
-    logits = torch.randn(shape, dtype=dtype, device=device)
+    logits = normal(shape, dtype, device)
     classes = 2 * shape[-1]
     target = _targets((*shape[:-1], classes), device)
     return logits, target, shape[-1], classes, _IGNORE, None, False
@@ -92,7 +95,7 @@ def shard_example(
 def scale_example(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
 ) -> Arguments:
-    gradient = torch.randn(shape, dtype=dtype, device=device)
+    gradient = normal(shape, dtype, device)
     return gradient, torch.full((), 0.5, dtype=accumulator(dtype), device=device)
 
 
@@ -353,7 +356,7 @@ def _scale(
 def _targets(shape: tuple[int, ...], device: torch.device | str) -> torch.Tensor:
     if shape[-1] == 0:
         return torch.full(shape[:-1], _IGNORE, dtype=torch.int64, device=device)
-    return torch.randint(0, shape[-1], shape[:-1], device=device)
+    return integers(0, shape[-1], shape[:-1], torch.int64, device)
 
 
 def _bytes(tensor: torch.Tensor | None) -> int:

@@ -199,6 +199,12 @@ class ForwardVariant(StreamVariant):
         return launch.on_device(device, run)
 
 
+def total_words(problem: Problem) -> int:
+    """Zeroed words in which the blocks of the kernel below meet; 0 where none do."""
+    scope, members, _ = configs.total(problem)
+    return 1 + 2 * members * 4 if scope == "GRID" else 0
+
+
 def bind_total(problem: Problem, program: Program) -> Callable[..., None]:
     """The kernel that adds up the rows' losses, or counts them, as a function of its tensors."""
     scope, members, threads = configs.total(problem)
@@ -218,7 +224,7 @@ def bind_total(problem: Problem, program: Program) -> Callable[..., None]:
         ),
         device,
     )
-    stream = launch.current_stream
+    stream, words = launch.current_stream, total_words(problem)
     nobody: Labels = (0, 0, 0, 0, 0, 0, 0)
 
     def run(
@@ -229,10 +235,11 @@ def bind_total(problem: Problem, program: Program) -> Callable[..., None]:
         denominators: torch.Tensor | None,
         z_loss: float,
         place: torch.device,
+        meeting: torch.Tensor | None = None,
     ) -> None:
         arrivals = partials = 0
-        if scope == "GRID":
-            meeting = launch.zeros(1 + 2 * members * 4, place)
+        if words:
+            meeting = launch.zeros(words, place) if meeting is None else meeting
             arrivals = meeting.data_ptr()
             partials = arrivals + 4
         start(
@@ -245,7 +252,7 @@ def bind_total(problem: Problem, program: Program) -> Callable[..., None]:
             rows,
             arrivals,
             partials,
-            members if scope == "GRID" else 0,
+            members if words else 0,
             z_loss,
         )
 

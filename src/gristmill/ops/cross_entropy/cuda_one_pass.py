@@ -19,6 +19,7 @@ from gristmill.ops.cross_entropy.cuda import (
     class_weights,
     labels_of,
     options_of,
+    total_words,
 )
 from gristmill.ops.cross_entropy.problem import Details
 from gristmill.ops.plain import laid_out
@@ -89,10 +90,10 @@ class OnePassVariant(StreamVariant):
                 return laid_out(reference.cross_entropy_one_pass_, semantics.outputs_one_pass_)
             return laid_out(reference.cross_entropy_one_pass, semantics.outputs_one_pass)
         run = self._run(problem, config)
-        add_up = None
+        add_up, words = None, 0
         if "none" not in problem.flags:
-            add_up = bind_total(problem, self.total(problem))
-        losses = _losses(run, add_up)
+            add_up, words = bind_total(problem, self.total(problem)), total_words(problem)
+        losses = _losses(run, add_up, words)
         return _plan_in_place(losses, details.copied) if in_place else _plan(losses, details.copied)
 
     def _run(self, problem: Problem, config: RowConfig) -> Callable[..., None]:
@@ -142,7 +143,7 @@ class OnePassVariant(StreamVariant):
 
 
 def _losses(
-    run: Callable[..., None], add_up: Callable[..., None] | None
+    run: Callable[..., None], add_up: Callable[..., None] | None, words: int
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """`losses(rows, gradient, target, options...)`: loss and lse; the gradient is written."""
     debug = settings().debug
@@ -172,14 +173,16 @@ def _losses(
         if weight is not None and label_smoothing:
             total = weight.sum()
         options = options_of(label_smoothing, z_loss, softcap, total)
+        # All memory is there before the logits are, in place, overwritten: without it they are not.
+        loss = torch.empty((), dtype=torch.float32, device=device)
+        meeting = launch.zeros(words, device) if words else None
         run(rows, gradient, labels, options, each, lse, denominators, return_lse)
         if add_up is None:
             return each, lse
-        loss = torch.empty((), dtype=torch.float32, device=device)
         # Under "mean" z-loss has a denominator of its own, if targets are weighted.
         apart = denominators is not None and weight is not None and z_loss != 0.0
         counted = labels if apart else None
-        add_up(each, lse if apart else None, counted, loss, denominators, z_loss, device)
+        add_up(each, lse if apart else None, counted, loss, denominators, z_loss, device, meeting)
         return loss, lse
 
     return losses

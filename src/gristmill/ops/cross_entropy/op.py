@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gristmill.errors import ArgumentError, NoGradientError
 from gristmill.ops import checks, inline
-from gristmill.ops.cross_entropy import by_row, cases, one_pass, problem, reference, semantics
+from gristmill.ops.cross_entropy import by_row, one_pass, problem, reference, semantics
 from gristmill.ops.cross_entropy.cuda import FORWARD_VARIANTS
 from gristmill.ops.cross_entropy.cuda_backward import BACKWARD_VARIANTS, SCALE_VARIANTS
 from gristmill.ops.cross_entropy.cuda_one_pass import ONE_PASS_VARIANTS
 from gristmill.ops.direct import is_transformed, needs_grad
+from gristmill.ops.later import Later
 from gristmill.ops.op import Gradient, Op, no_second_gradient
 from gristmill.ops.plain import Reference
+
+if TYPE_CHECKING:
+    from gristmill.ops.cross_entropy import cases, space
+else:
+    cases = Later("gristmill.ops.cross_entropy.cases")
+    space = Later("gristmill.ops.cross_entropy.space")
 
 _OPTIONS = (
     "Tensor target, Tensor? weight=None, int ignore_index=-100, float label_smoothing=0.0, "
@@ -209,6 +216,7 @@ CROSS_ENTROPY = Op(
     cost=cases.forward_cost,
     cases=cases.forward_cases,
     example=cases.forward_example,
+    space=space.FORWARD,
     variants=(
         *FORWARD_VARIANTS,
         Reference(reference.cross_entropy, semantics.outputs_forward, by_row.cross_entropy),
@@ -229,6 +237,7 @@ CROSS_ENTROPY_ONE_PASS = Op(
     cost=cases.one_pass_cost,
     cases=cases.forward_cases,
     example=cases.forward_example,
+    space=space.FORWARD,
     variants=(
         *ONE_PASS_VARIANTS,
         Reference(
@@ -253,6 +262,7 @@ CROSS_ENTROPY_ONE_PASS_ = Op(
     cost=cases.one_pass_cost,
     cases=cases.one_pass_cases_,
     example=cases.forward_example,
+    space=space.FORWARD,
     variants=(
         *ONE_PASS_VARIANTS,
         Reference(
@@ -276,6 +286,7 @@ SCALE_GRADIENT_ = Op(
     cost=cases.scale_cost,
     cases=cases.scale_cases,
     example=cases.scale_example,
+    space=space.SCALE,
     variants=(
         *SCALE_VARIANTS,
         # One product for each element: nothing of it depends on a batch.
@@ -301,6 +312,7 @@ CROSS_ENTROPY_BACKWARD = Op(
     cost=cases.backward_cost,
     cases=cases.backward_cases,
     example=cases.backward_example,
+    space=space.BACKWARD,
     variants=(
         *BACKWARD_VARIANTS,
         Reference(
@@ -328,6 +340,7 @@ CROSS_ENTROPY_SHARD = Op(
     cost=cases.shard_cost,
     cases=cases.shard_cases,
     example=cases.shard_example,
+    space=space.SHARD,
     variants=(
         *FORWARD_VARIANTS,
         Reference(

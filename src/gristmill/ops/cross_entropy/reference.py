@@ -108,7 +108,9 @@ def _gradient(
     at_target = g * (1.0 - label_smoothing) * rows.weight
     everywhere = g * label_smoothing / max(1, classes)
     total = classes if weight is None else weight.to(v.dtype).sum()
-    slope = at_target + everywhere * total + gz * 2.0 * z_loss * lse
+    slope = at_target + gz * 2.0 * z_loss * lse
+    if label_smoothing:  # else a weight that is NaN, of a class that no row has, would be in all
+        slope = slope + everywhere * total
     slope = slope.masked_fill(rows.wrong, float("nan")).masked_fill(rows.ignored, 0.0)
     if dlse is not None:
         slope = slope + dlse

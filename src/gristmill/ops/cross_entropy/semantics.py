@@ -249,6 +249,7 @@ def _check_numbers(
             f"{op}: {name} must have dtype {checks.listed((dtype,))}, got "
             f"{checks.listed((value.dtype,))}"
         )
+    checks.dense(op, name, value)
     checks.same_device(op, name, value, "logits", logits.device)
     if value.shape != shape:
         raise ArgumentError(

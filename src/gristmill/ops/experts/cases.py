@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from gristmill.errors import ArgumentError
+from gristmill.ops.examples import is_meta, normal
 
 _BF16, _FP16, _FP32, _FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 Lay = Callable[[torch.Tensor], torch.Tensor]
@@ -67,6 +68,9 @@ def routed_example(
     rows: int, experts: int, topk: int, dtype: torch.dtype, device: torch.device | str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """topk_weights and topk_ids: distinct experts in each row, as a router picks them."""
+    if is_meta(device):
+        ids = torch.empty((rows, topk), dtype=torch.int32, device=device)
+        return normal((rows, topk), dtype, device), ids
     weights = torch.softmax(torch.randn((rows, topk), device=device), -1).to(dtype)
     first = torch.randint(0, max(experts, 1), (rows, 1), dtype=torch.int32, device=device)
     others = torch.arange(topk, dtype=torch.int32, device=device) * 3

@@ -170,3 +170,4 @@ def _check_integers(op: str, name: str, value: Any) -> None:
     got = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
     if got not in (torch.int32, torch.int64):
         raise DtypeError(f"{op}: {name} must be a tensor of int32 or int64, got {got}")
+    checks.dense(op, name, value)

@@ -7,15 +7,15 @@ order of its schema.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gristmill.ops import inline
-from gristmill.ops.layer_norm import cases, reference, semantics
+from gristmill.ops.later import Later
+from gristmill.ops.layer_norm import reference, semantics
 from gristmill.ops.layer_norm.cuda import ForwardVariant
 from gristmill.ops.norm_fp8 import semantics as fp8
-from gristmill.ops.norm_fp8.cases import fp8_cases, fp8_cost
 from gristmill.ops.norm_fp8.cuda import plan_fp8, scaling_of
 from gristmill.ops.norm_fp8.reference import quantised, quantised_by_row
 from gristmill.ops.norms.problem import forward_problem
@@ -27,6 +27,15 @@ from gristmill.ops.rows.problem import like
 from gristmill.ops.rows.variant import SCOPES
 from gristmill.select.device import Device
 from gristmill.select.problem import Problem
+
+if TYPE_CHECKING:
+    from gristmill.ops.layer_norm import cases
+    from gristmill.ops.norm_fp8 import cases as fp8_cases
+    from gristmill.ops.norms import space
+else:
+    cases = Later("gristmill.ops.layer_norm.cases")
+    fp8_cases = Later("gristmill.ops.norm_fp8.cases")
+    space = Later("gristmill.ops.norms.space")
 
 Tensor = torch.Tensor
 
@@ -209,7 +218,9 @@ def _join_add(args: Arguments, scale: Tensor | None, amax: bool) -> Arguments:
 def _cost(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None, *options: Any
 ) -> Cost:
-    return fp8_cost(cases.forward_cost(x, weight, bias, fp8.FP8), x, scale, amax=options[-1])
+    return fp8_cases.fp8_cost(
+        cases.forward_cost(x, weight, bias, fp8.FP8), x, scale, amax=options[-1]
+    )
 
 
 def _cost_add(
@@ -221,15 +232,15 @@ def _cost_add(
     *options: Any,
 ) -> Cost:
     norm = cases.add_cost(x, residual, weight, bias, fp8.FP8)
-    return fp8_cost(norm, x, scale, amax=options[-1])
+    return fp8_cases.fp8_cost(norm, x, scale, amax=options[-1])
 
 
 def _cases() -> Iterator[Case]:
-    return fp8_cases(cases.forward_cases(), _join)
+    return fp8_cases.fp8_cases(cases.forward_cases(), _join)
 
 
 def _cases_add() -> Iterator[Case]:
-    return fp8_cases(cases.add_cases(), _join_add)
+    return fp8_cases.fp8_cases(cases.add_cases(), _join_add)
 
 
 def _example(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Arguments:
@@ -260,6 +271,7 @@ LAYER_NORM_FP8 = Op(
     cost=_cost,
     cases=_cases,
     example=_example,
+    space=space.LAYER_FP8,
     variants=(
         *_VARIANTS,
         Reference(layer_norm_fp8, outputs, quantised_by_row(layer_norm_fp8, rows=(0,), scale=3)),
@@ -280,6 +292,7 @@ ADD_LAYER_NORM_FP8 = Op(
     cost=_cost_add,
     cases=_cases_add,
     example=_example_add,
+    space=space.LAYER_ADD_FP8,
     variants=(
         *_VARIANTS,
         Reference(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
 from gristmill.ops import inline
 from gristmill.ops.by_row import by_row
-from gristmill.ops.layer_norm import cases, problem, reference, semantics
+from gristmill.ops.later import Later
+from gristmill.ops.layer_norm import problem, reference, semantics
 from gristmill.ops.layer_norm.cuda import BACKWARD_VARIANTS, FORWARD_VARIANTS
 from gristmill.ops.layer_norm.fp8 import ADD_LAYER_NORM_FP8, LAYER_NORM_FP8
 from gristmill.ops.layer_norm.plain import Library, LibraryBackward
@@ -16,6 +17,13 @@ from gristmill.ops.norm_fp8.call import call_fp8
 from gristmill.ops.norm_fp8.semantics import asked
 from gristmill.ops.op import Gradient, Op, no_second_gradient
 from gristmill.ops.plain import Reference
+
+if TYPE_CHECKING:
+    from gristmill.ops.layer_norm import cases
+    from gristmill.ops.norms import space
+else:
+    cases = Later("gristmill.ops.layer_norm.cases")
+    space = Later("gristmill.ops.norms.space")
 
 _OPTIONS = (
     "Tensor? weight=None, Tensor? bias=None, float eps=1e-5, float weight_offset=0.0, "
@@ -274,6 +282,7 @@ LAYER_NORM = Op(
     cost=cases.forward_cost,
     cases=cases.forward_cases,
     example=cases.forward_example,
+    space=space.LAYER_FORWARD,
     variants=(
         *FORWARD_VARIANTS,
         Library(),
@@ -297,6 +306,7 @@ ADD_LAYER_NORM = Op(
     cost=cases.add_cost,
     cases=cases.add_cases,
     example=cases.add_example,
+    space=space.LAYER_ADD,
     variants=(
         *FORWARD_VARIANTS,
         Library(),
@@ -325,6 +335,7 @@ LAYER_NORM_BACKWARD = Op(
     cost=cases.backward_cost,
     cases=cases.backward_cases,
     example=cases.backward_example,
+    space=space.LAYER_BACKWARD,
     variants=(
         *BACKWARD_VARIANTS,
         LibraryBackward(),

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from gristmill.errors import ArgumentError
+from gristmill.ops.examples import normal
 from gristmill.ops.linear import semantics
 from gristmill.ops.op import Arguments, Case, Cost
 
@@ -56,9 +57,8 @@ def linear_example(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
 ) -> Arguments:
     rows, columns, depth = sizes_of("linear", shape)
-    x = torch.randn((rows, depth), dtype=dtype, device=device)
-    weight = torch.randn((columns, depth), dtype=dtype, device=device)
-    return x, weight * max(depth, 1) ** -0.5, None, None
+    x = normal((rows, depth), dtype, device)
+    return x, normal((columns, depth), dtype, device, max(depth, 1) ** -0.5), None, None
 
 
 def linear_with_pre_example(
@@ -72,9 +72,8 @@ def matmul_example(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
 ) -> Arguments:
     rows, columns, depth = sizes_of("matmul", shape)
-    a = torch.randn((rows, depth), dtype=dtype, device=device)
-    b = torch.randn((depth, columns), dtype=dtype, device=device)
-    return a, b * max(depth, 1) ** -0.5
+    a = normal((rows, depth), dtype, device)
+    return a, normal((depth, columns), dtype, device, max(depth, 1) ** -0.5)
 
 
 @dataclass(frozen=True)

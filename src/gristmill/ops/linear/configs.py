@@ -81,6 +81,14 @@ class MatmulConfig:
     early: bool = False
 
 
+# By kind: fits every device and every product, and is in a bundle for all of them (space.py).
+STURDY = {
+    "tiles": MatmulConfig(64, 64, 64, stages=3, warps=4),
+    "split_k": MatmulConfig(64, 64, 64, stages=3, warps=4, split_k=2),
+    "persistent": MatmulConfig(64, 128, 64, stages=3, warps=4),
+}
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A config, and about how many us it takes."""
@@ -90,7 +98,7 @@ class Candidate:
 
 
 def candidates(
-    kind: str, product: Product, rows: int, device: Device, count: int = CANDIDATES
+    kind: str, product: Product, rows: int, device: Device, count: int | None = CANDIDATES
 ) -> tuple[Candidate, ...]:
     """The `count` most promising configs of a kind ("tiles", "split_k" or "persistent").
 

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gristmill.ops import inline
-from gristmill.ops.linear import by_row, cases, problem, reference, semantics
+from gristmill.ops.later import Later
+from gristmill.ops.linear import by_row, problem, reference, semantics
 from gristmill.ops.linear.library import Library, LibraryFused, composed, rows_of
 from gristmill.ops.linear.triton import TRITON
 from gristmill.ops.op import Arguments, Gradient, Op
 from gristmill.ops.plain import Reference
+
+if TYPE_CHECKING:
+    from gristmill.ops.linear import cases, space
+else:
+    cases = Later("gristmill.ops.linear.cases")
+    space = Later("gristmill.ops.linear.space")
 
 _aten = torch.ops.aten
 _AUTOCAST_KEYS = ("AutocastCUDA", "AutocastCPU")
@@ -276,6 +283,7 @@ LINEAR = Op(
     cost=cases.linear_cost,
     cases=cases.linear_cases,
     example=cases.linear_example,
+    space=space.linear,
     variants=(
         *TRITON,
         LibraryFused(),
@@ -300,6 +308,7 @@ LINEAR_WITH_PRE = Op(
     cost=cases.linear_with_pre_cost,
     cases=cases.linear_with_pre_cases,
     example=cases.linear_with_pre_example,
+    space=space.linear_with_pre,
     variants=(
         *TRITON,
         Library(),
@@ -324,6 +333,7 @@ MATMUL = Op(
     cost=cases.matmul_cost,
     cases=cases.matmul_cases,
     example=cases.matmul_example,
+    space=space.matmul,
     variants=(
         *TRITON,
         Library(),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from gristmill.ops.linear.semantics import leading_dims
 from gristmill.ops.rows.layout import collapse, is_packed
 from gristmill.ops.rows.problem import dtypes_of, packed
 from gristmill.select.device import Device
@@ -84,7 +85,7 @@ def linear_with_pre_problem(
 
 
 def matmul_problem(device: Device, a: torch.Tensor, b: torch.Tensor) -> Problem:
-    leading = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    leading = leading_dims(a, b)
     product = _folded(a, b) or _batched(a, b, leading)
     words = {
         **_order("a", product.a_strides[2], product.a_strides[1]),

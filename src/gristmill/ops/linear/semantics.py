@@ -45,7 +45,7 @@ def check_matmul(a: Any, b: Any) -> None:
             f"{tuple(a.shape)} and {tuple(b.shape)}"
         )
     try:
-        torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        leading_dims(a, b)
     except RuntimeError:
         raise ArgumentError(
             f"{op}: the dims before the last two must broadcast to each other, got shapes "
@@ -71,8 +71,18 @@ def matmul_outputs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def result_shape(a: torch.Tensor, b: torch.Tensor) -> tuple[int, ...]:
-    leading = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    return (*leading, a.shape[-2], b.shape[-1])
+    return (*leading_dims(a, b), a.shape[-2], b.shape[-1])
+
+
+def leading_dims(a: torch.Tensor, b: torch.Tensor) -> torch.Size:
+    """The dims of the result before its last two; RuntimeError if a's and b's do not go together.
+
+    A matrix has none to add. Torch's own function is not asked then: it imports sympy, for 0.2 s.
+    """
+    ours, theirs = a.shape[:-2], b.shape[:-2]
+    if not theirs:
+        return ours
+    return torch.broadcast_shapes(ours, theirs) if ours else theirs
 
 
 def _check_linear(op: str, x: Any, weight: Any, bias: Any) -> None:

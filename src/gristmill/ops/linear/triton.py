@@ -13,6 +13,7 @@ from gristmill.jit import TritonProgram
 from gristmill.ops import launch
 from gristmill.ops.linear.configs import (
     CANDIDATES,
+    STURDY,
     Candidate,
     MatmulConfig,
     candidates,
@@ -32,8 +33,11 @@ from gristmill.ops.linear.programs import (
     tiles_program,
     tma_steps,
 )
+from gristmill.ops.linear.semantics import leading_dims
+from gristmill.ops.ready import at_hand
 from gristmill.select.problem import Problem
 from gristmill.select.variant import Variant
+from gristmill.settings import settings
 
 _BOTH_WAYS = 6
 
@@ -96,7 +100,13 @@ class TritonMatmul(Variant):
         return None
 
     def config(self, problem: Problem) -> MatmulConfig:
-        return self._candidates(problem)[0].config
+        found = self._candidates(problem)
+        if settings().jit:
+            return found[0].config
+        every = [one.config for one in self._candidates(problem, count=None)]
+        # Every look into the caches takes time: of what promises little, the one that bundles have.
+        first, rest = every[:CANDIDATES], every[CANDIDATES:]
+        return at_hand(self, problem, [*first, STURDY[self.kind], *rest])
 
     def configs(self, problem: Problem) -> Sequence[MatmulConfig]:
         found = [candidate.config for candidate in self._candidates(problem)]
@@ -110,11 +120,13 @@ class TritonMatmul(Variant):
         """What the model of `configs.py` says of the config that would run."""
         return self._candidates(problem)[0].us
 
-    def _candidates(self, problem: Problem) -> tuple[Candidate, ...]:
+    def _candidates(
+        self, problem: Problem, count: int | None = CANDIDATES
+    ) -> tuple[Candidate, ...]:
         product: Product = problem.layout
         if problem.batch_invariant and product.batch > 1:
             product = replace(product, batch=1)
-        return candidates(self.kind, product, problem.rows, problem.device)
+        return candidates(self.kind, product, problem.rows, problem.device, count)
 
     def varies_with_batch(self, problem: Problem) -> str | None:
         return None
@@ -256,7 +268,7 @@ def _plan(problem: Problem, run: Callable[..., None]) -> Plan:
     columns = product.columns
 
     def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        leading = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        leading = leading_dims(a, b)
         c = a.new_empty((*leading, a.shape[-2], columns))
         # Copies, if any, live until the kernel is in its queue.
         a, b = product.a_of(a, leading), product.b_of(b, leading)

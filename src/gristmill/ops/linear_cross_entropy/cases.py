@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from gristmill.errors import ArgumentError
+from gristmill.ops.examples import integers, normal
 from gristmill.ops.linear_cross_entropy import reference, semantics
 from gristmill.ops.op import Arguments, Case, Cost
 
@@ -74,10 +75,9 @@ def forward_example(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
 ) -> Arguments:
     rows, classes, columns = sizes_of(shape)
-    x = torch.randn((rows, columns), dtype=dtype, device=device)
-    weight = torch.randn((classes, columns), dtype=dtype, device=device)
-    weight /= max(1, columns) ** 0.5
-    target = torch.randint(0, max(1, classes), (rows,), device=device)
+    x = normal((rows, columns), dtype, device)
+    weight = normal((classes, columns), dtype, device, max(1, columns) ** -0.5)
+    target = integers(0, max(1, classes), (rows,), torch.int64, device)
     return x, weight, target, None, None, -100, 0.0, 0.0, None, "mean", None
 
 

@@ -134,13 +134,22 @@ def _backward(
         each = each / denominators[0]
     spoiled = _spoiled(target, weight.shape[0], ignore_index)
     each = torch.where(spoiled, math.nan, each)
+    # Rows that take no part: a mean over none of them has an infinite gradient to hand out.
+    each = torch.where(target == ignore_index, 0.0, each)
     with torch.enable_grad():
         h, w = x.detach().requires_grad_(x_grad), weight.detach().requires_grad_(weight_grad)
         b = None if bias is None else bias.detach().requires_grad_(bias_grad)
         losses = _losses(rows, h, w, target, b, ignore_index)
     leaves = [leaf for leaf in (h, w, b) if leaf is not None and leaf.requires_grad]
-    found = iter(torch.autograd.grad(losses, leaves, each) if leaves else ())
+    grads = torch.autograd.grad(losses, leaves, each) if leaves else ()
+    found = iter([_laid_like(leaf, one) for leaf, one in zip(leaves, grads, strict=True)])
     dx, dweight, dbias = (
         next(found) if needed else x.new_empty((0,)) for needed in (x_grad, weight_grad, bias_grad)
     )
     return dx, dweight, dbias
+
+
+def _laid_like(leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """With the strides that the op promises, which torch's gradients need not have."""
+    promised = torch.empty_like(leaf, requires_grad=False)
+    return gradient if gradient.stride() == promised.stride() else promised.copy_(gradient)

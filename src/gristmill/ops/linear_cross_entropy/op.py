@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gristmill.errors import ArgumentError
-from gristmill.ops.linear_cross_entropy import by_row, cases, problem, reference, semantics
+from gristmill.ops.later import Later
+from gristmill.ops.linear_cross_entropy import by_row, problem, reference, semantics
 from gristmill.ops.linear_cross_entropy.chunked import Chunked, ChunkedBackward
 from gristmill.ops.linear_cross_entropy.library import Library
 from gristmill.ops.nvfp4_common import AUTOCAST_KEYS, as_it_is, lowered
 from gristmill.ops.op import Arguments, Gradient, Op, no_second_gradient
 from gristmill.ops.plain import Reference
+
+if TYPE_CHECKING:
+    from gristmill.ops.linear_cross_entropy import cases, space
+else:
+    cases = Later("gristmill.ops.linear_cross_entropy.cases")
+    space = Later("gristmill.ops.linear_cross_entropy.space")
 
 
 def linear_cross_entropy(
@@ -136,6 +143,7 @@ LINEAR_CROSS_ENTROPY = Op(
     cost=cases.forward_cost,
     cases=cases.forward_cases,
     example=cases.forward_example,
+    space=space.forward,
     variants=(
         Chunked(),
         Library(),
@@ -166,6 +174,7 @@ LINEAR_CROSS_ENTROPY_BACKWARD = Op(
     cost=cases.backward_cost,
     cases=cases.backward_cases,
     example=cases.backward_example,
+    space=space.backward,
     variants=(
         ChunkedBackward(),
         Library(),

@@ -77,6 +77,8 @@ def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
     total = torch.zeros((16, 16), dtype=torch.float32, device=device)
     try:
         torch.addmm(total, one, one, out_dtype=torch.float32, out=total)
+    except torch.OutOfMemoryError:
+        raise  # says nothing of this torch, and is not remembered
     except (RuntimeError, TypeError):
         return False
     return True

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from gristmill.ops.examples import normal
 from gristmill.ops.experts.cases import Spread, routed_example, sizes_of, spreads, tokens_of
 from gristmill.ops.moe.semantics import Call
 from gristmill.ops.op import Arguments, Case, Cost
@@ -45,12 +46,11 @@ def forward_example(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
 ) -> Arguments:
     rows, experts, topk, hidden, inner = sizes_of("moe", shape, 1)
-    x = torch.randn((rows, hidden), dtype=dtype, device=device)
+    x = normal((rows, hidden), dtype, device)
     routing = routed_example(rows, experts, topk, dtype, device)
-    w13 = torch.randn((experts, 2 * inner, hidden), dtype=dtype, device=device)
-    w2 = torch.randn((experts, hidden, inner), dtype=dtype, device=device)
-    for weight in (w13, w2):
-        weight.mul_(max(weight.shape[-1], 1) ** -0.5)  # values of the size that layers have
+    # Values of the size that layers have.
+    w13 = normal((experts, 2 * inner, hidden), dtype, device, max(hidden, 1) ** -0.5)
+    w2 = normal((experts, hidden, inner), dtype, device, max(inner, 1) ** -0.5)
     return (x, *routing, w13, w2, None, None, "silu", None, None, None)
 
 
@@ -58,7 +58,7 @@ def backward_example(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
 ) -> Arguments:
     args = forward_example(shape, dtype, device)
-    return torch.randn(args[0].shape, dtype=dtype, device=device), *args, True
+    return normal(args[0].shape, dtype, device), *args, True
 
 
 @dataclass(frozen=True)

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gristmill.formats.nvfp4 import NVFP4Tensor, PackedNVFP4
 from gristmill.ops import nvfp4_moe
 from gristmill.ops.by_row import by_row
-from gristmill.ops.moe import cases, problem, reference, semantics
+from gristmill.ops.later import Later
+from gristmill.ops.moe import problem, reference, semantics
 from gristmill.ops.moe.grouped import GroupedMm
 from gristmill.ops.moe.library import Library
 from gristmill.ops.nvfp4_common import AUTOCAST_KEYS, as_it_is, lowered
 from gristmill.ops.op import Arguments, Gradient, Op, no_second_gradient
 from gristmill.ops.plain import Reference
+
+if TYPE_CHECKING:
+    from gristmill.ops.moe import cases, space
+else:
+    cases = Later("gristmill.ops.moe.cases")
+    space = Later("gristmill.ops.moe.space")
 
 _PACKED = (NVFP4Tensor, PackedNVFP4)
 
@@ -157,6 +164,7 @@ MOE = Op(
     cost=cases.forward_cost,
     cases=cases.forward_cases,
     example=cases.forward_example,
+    space=space.forward,
     variants=(
         GroupedMm(),
         Library(),

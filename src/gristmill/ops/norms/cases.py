@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from gristmill.ops.examples import normal
 from gristmill.ops.op import Arguments
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -133,7 +134,7 @@ def expanded_as_asked(spread: Spread, dy: torch.Tensor) -> torch.Tensor:
 def random_tensors(
     device: torch.device | str, dtype: torch.dtype, *shapes: tuple[int, ...]
 ) -> list[torch.Tensor]:
-    return [torch.randn(shape, dtype=dtype, device=device) for shape in shapes]
+    return [normal(shape, dtype, device) for shape in shapes]
 
 
 def bytes_of(*tensors: torch.Tensor | None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -10,9 +11,9 @@ from typing import Any
 import torch
 
 from gristmill.errors import ArgumentError
-from gristmill.formats.nvfp4 import packing
+from gristmill.formats.nvfp4 import fragments, packing, tiles
 from gristmill.formats.nvfp4.tensor import BLOCK, FRAGMENTS, PAIRS, TILES, arch_of, layout_of
-from gristmill.formats.nvfp4.tiles import swizzle
+from gristmill.ops.examples import is_meta, normal
 from gristmill.ops.nvfp4_common import Weight
 from gristmill.ops.op import Arguments, Case, Cost
 
@@ -33,6 +34,8 @@ def random_weight(
     Drawn on the device, or where the generator is. `per_row`: rows have scales of their own, a
     factor of up to 4 apart. `pairs`: of gate and up, which fragments hold side by side.
     """
+    if is_meta(device):
+        return _meta_weight(shape, device, layout, pairs)
     place = device if generator is None else generator.device
     *stack, rows, columns = shape
 
@@ -51,11 +54,34 @@ def random_weight(
     else:
         row_scale = torch.full((*stack, rows), size, device=place)
     if layout == TILES:
-        scales = swizzle(scales)
+        scales = tiles.swizzle(scales)
     elif layout == FRAGMENTS:
         codes, scales = packing.pack(codes, scales, pairs=pairs)
         layout = PAIRS if pairs else FRAGMENTS
     return Weight(codes.to(device), scales.to(device), row_scale.to(device), layout, columns)
+
+
+def _meta_weight(
+    shape: tuple[int, ...], device: torch.device | str, layout: str, pairs: bool
+) -> Weight:
+    """What `random_weight` gives on the meta device, without a computation."""
+    *stack, rows, columns = shape
+    codes: tuple[int, ...] = (rows, columns // 2)
+    scales: tuple[int, ...] = (rows, columns // BLOCK)
+    kind = torch.float8_e4m3fn
+    if layout == TILES:
+        scales = (math.prod(tiles.padded(rows, columns // BLOCK)),)
+    elif layout == FRAGMENTS:
+        whole = fragments.padded(rows, columns)
+        codes, scales, kind = (*whole, fragments.CODES), (*whole, fragments.SCALES), torch.uint8
+        layout = PAIRS if pairs else FRAGMENTS
+    return Weight(
+        torch.empty((*stack, *codes), dtype=torch.uint8, device=device),
+        torch.empty((*stack, *scales), dtype=kind, device=device),
+        torch.empty((*stack, rows), device=device),
+        layout,
+        columns,
+    )
 
 
 def sound_scales(scales: torch.Tensor, layout: str) -> torch.Tensor:
@@ -144,7 +170,7 @@ def forward_example(
 ) -> Arguments:
     """In the layout of the device, or of an architecture, so that its own kernels are seen."""
     lines, rows, columns = sizes_of(shape)
-    x = torch.randn((lines, columns), dtype=dtype, device=device)
+    x = normal((lines, columns), dtype, device)
     weight = random_weight((rows, columns), device, layout=layout_on(device, arch))
     return x, *weight[:3], None, weight.layout, None, None
 
@@ -156,7 +182,7 @@ def backward_example(
     arch: str | None = None,
 ) -> Arguments:
     lines, rows, columns = sizes_of(shape)
-    dy = torch.randn((lines, rows), dtype=dtype, device=device)
+    dy = normal((lines, rows), dtype, device)
     weight = random_weight((rows, columns), device, layout=layout_on(device, arch))
     return dy, *weight[:3], weight.layout, columns, dtype
 

@@ -142,8 +142,8 @@ def _run(problem: Problem) -> Callable[..., None]:
         factors = (weight.row_scale * SHRUNK).unsqueeze(0).split(size, 1)
         shifts: Sequence[torch.Tensor | None] = [None] * len(parts)
         if bias is not None:
-            # The product reads a bias as if it were dense.
-            shifts = (bias.float() if apart else bias.contiguous()).split(size)
+            # The product reads a bias as if it were dense, and refuses one that is not aligned.
+            shifts = (bias.float() if apart else _aligned(bias)).split(size)
         for lines in some:
             there = slice(lines.start, lines.stop)
             tokens = quantize(x[there])
@@ -183,6 +183,11 @@ def multiply(
         use_fast_accum=True,
         out=out,
     )
+
+
+def _aligned(bias: torch.Tensor) -> torch.Tensor:
+    bias = bias.contiguous()
+    return bias.clone() if bias.data_ptr() % 16 else bias
 
 
 def _decoder(problem: Problem, parts: list[range]) -> Callable[..., torch.Tensor]:

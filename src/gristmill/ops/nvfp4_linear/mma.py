@@ -14,6 +14,7 @@ from gristmill.ops import launch
 from gristmill.ops.nvfp4_linear.fused import BIAS_KINDS, TYPES, cannot_fuse
 from gristmill.ops.nvfp4_linear.mma_configs import MmaConfig, Shares, Slots, candidates
 from gristmill.ops.nvfp4_linear.problem import Details
+from gristmill.ops.ready import at_hand
 from gristmill.select.problem import Problem
 from gristmill.select.variant import Variant
 
@@ -47,7 +48,7 @@ class Mma(Variant):
         return None
 
     def config(self, problem: Problem) -> MmaConfig:
-        return candidates(problem)[0]
+        return at_hand(self, problem, candidates(problem))
 
     def configs(self, problem: Problem) -> Sequence[MmaConfig]:
         found = candidates(problem)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gristmill.formats.nvfp4 import NVFP4Tensor, PackedNVFP4
+from gristmill.ops.later import Later
 from gristmill.ops.nvfp4_common import AUTOCAST_KEYS, as_it_is, frozen, lowered, parts_of
-from gristmill.ops.nvfp4_linear import cases, problem, reference, semantics
+from gristmill.ops.nvfp4_linear import problem, reference, semantics
 from gristmill.ops.nvfp4_linear.dequantized import Dequantized
 from gristmill.ops.nvfp4_linear.fp8 import ScaledMMFp8
 from gristmill.ops.nvfp4_linear.library import Library
@@ -18,6 +19,12 @@ from gristmill.ops.nvfp4_linear.triton import TritonLinear
 from gristmill.ops.nvfp4_linear.wgmma import Wgmma
 from gristmill.ops.op import Arguments, Gradient, Op, no_second_gradient
 from gristmill.ops.plain import Reference
+
+if TYPE_CHECKING:
+    from gristmill.ops.nvfp4_linear import cases, space
+else:
+    cases = Later("gristmill.ops.nvfp4_linear.cases")
+    space = Later("gristmill.ops.nvfp4_linear.space")
 
 
 def linear(
@@ -179,6 +186,7 @@ NVFP4_LINEAR = Op(
     cost=cases.forward_cost,
     cases=cases.forward_cases,
     example=cases.forward_example,
+    space=space.forward,
     variants=(
         # These two take part only where rounding activations is allowed, and then come first.
         ScaledMM(),
@@ -214,6 +222,7 @@ NVFP4_LINEAR_BACKWARD = Op(
     cost=cases.backward_cost,
     cases=cases.backward_cases,
     example=cases.backward_example,
+    space=space.backward,
     variants=(
         Dequantized(),
         Library(),

@@ -73,7 +73,9 @@ def check_backward(
             f"{op}: dy must end in N = {weight.rows}, the rows of the weight "
             f"({weight.rows}, {weight.columns}), got shape {tuple(dy.shape)}"
         )
-    checks.float_dtype(op, "dtype", dtype)
+    if dtype not in checks.FLOATS:
+        got = checks.listed((dtype,)) if isinstance(dtype, torch.dtype) else type(dtype).__name__
+        raise DtypeError(f"{op}: dtype must be one of {checks.listed(checks.FLOATS)}, got {got}")
 
 
 def _check_integer(op: str, name: str, value: Any) -> None:

@@ -23,6 +23,7 @@ from gristmill.ops.nvfp4_linear.triton_configs import (
     candidates,
     tile_count,
 )
+from gristmill.ops.ready import at_hand, out_of_reach
 from gristmill.select.device import Device
 from gristmill.select.problem import Problem
 from gristmill.select.variant import Variant
@@ -67,10 +68,10 @@ class TritonLinear(Variant):
                 f"for more than {_MOST_ROWS} rows it should take less time to dequantise the "
                 f"weight once than in every tile"
             )
-        return None
+        return out_of_reach(self, problem, self.config(problem))
 
     def config(self, problem: Problem) -> RowsConfig:
-        return self.configs(problem)[0]
+        return at_hand(self, problem, self.configs(problem))
 
     def configs(self, problem: Problem) -> Sequence[RowsConfig]:
         return candidates(problem.rows, problem.dim("N"), problem.dim("K"), problem.device)

@@ -15,6 +15,7 @@ from gristmill.ops import launch
 from gristmill.ops.nvfp4_linear.fused import BIAS_KINDS, TYPES, cannot_fuse
 from gristmill.ops.nvfp4_linear.problem import Details
 from gristmill.ops.nvfp4_linear.wgmma_configs import CHUNK, Cut, WgmmaConfig, candidates_of, cut
+from gristmill.ops.ready import at_hand
 from gristmill.select.problem import Problem
 from gristmill.select.variant import Variant
 
@@ -41,7 +42,7 @@ class Wgmma(Variant):
         return cannot_fuse(problem)
 
     def config(self, problem: Problem) -> WgmmaConfig:
-        return candidates_of(problem)[0]
+        return at_hand(self, problem, candidates_of(problem))
 
     def configs(self, problem: Problem) -> Sequence[WgmmaConfig]:
         return candidates_of(problem)

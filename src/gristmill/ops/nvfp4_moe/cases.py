@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from gristmill.formats.nvfp4.tensor import BLOCK, FRAGMENTS, ROWS, TILES
+from gristmill.ops.examples import normal
 from gristmill.ops.experts.cases import (
     Spread,
     other_experts,
@@ -69,7 +70,7 @@ def forward_example(
 ) -> Arguments:
     """In the layout of the device, or of an architecture, so that its own kernels are seen."""
     rows, experts, topk, hidden, inner = sizes_of("nvfp4_moe", shape, BLOCK)
-    x = torch.randn((rows, hidden), dtype=dtype, device=device)
+    x = normal((rows, hidden), dtype, device)
     routing = routed_example(rows, experts, topk, dtype, device)
     layout = layout_on(device, arch, stacked=True)
     w13 = random_weight((experts, 2 * inner, hidden), device, layout=layout, pairs=True)
@@ -84,7 +85,7 @@ def backward_example(
     arch: str | None = None,
 ) -> Arguments:
     args = forward_example(shape, dtype, device, arch)
-    return torch.randn(args[0].shape, dtype=dtype, device=device), *args
+    return normal(args[0].shape, dtype, device), *args
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -10,6 +10,7 @@ from gristmill.errors import ArgumentError
 from gristmill.formats.nvfp4 import NVFP4Tensor, PackedNVFP4
 from gristmill.formats.nvfp4.tensor import FRAGMENTS, PAIRS
 from gristmill.ops.by_row import by_row
+from gristmill.ops.later import Later
 from gristmill.ops.nvfp4_common import (
     AUTOCAST_KEYS,
     Weight,
@@ -18,12 +19,18 @@ from gristmill.ops.nvfp4_common import (
     lowered,
     parts_of,
 )
-from gristmill.ops.nvfp4_moe import cases, problem, reference, semantics
+from gristmill.ops.nvfp4_moe import problem, reference, semantics
 from gristmill.ops.nvfp4_moe.library import Library
 from gristmill.ops.nvfp4_moe.triton import TritonExperts
 from gristmill.ops.nvfp4_moe.wgmma import Wgmma
 from gristmill.ops.op import Arguments, Gradient, Op, no_second_gradient
 from gristmill.ops.plain import Reference
+
+if TYPE_CHECKING:
+    from gristmill.ops.nvfp4_moe import cases, space
+else:
+    cases = Later("gristmill.ops.nvfp4_moe.cases")
+    space = Later("gristmill.ops.nvfp4_moe.space")
 
 _STACKS = (
     "Tensor w13_codes, Tensor w13_scales, Tensor w13_row_scale, "
@@ -252,6 +259,7 @@ NVFP4_MOE = Op(
     cost=cases.forward_cost,
     cases=cases.forward_cases,
     example=cases.forward_example,
+    space=space.forward,
     variants=(
         Wgmma(),
         TritonExperts(),

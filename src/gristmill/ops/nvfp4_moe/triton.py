@@ -26,6 +26,7 @@ from gristmill.ops.nvfp4_moe.problem import Details
 from gristmill.ops.nvfp4_moe.semantics import Call
 from gristmill.ops.nvfp4_moe.triton_configs import FEW, ExpertsConfig, candidates
 from gristmill.ops.nvfp4_moe.triton_programs import FLOATS, PRODUCTS, X, numbers, product_program
+from gristmill.ops.ready import at_hand, out_of_reach
 from gristmill.select.problem import Problem
 from gristmill.select.variant import Variant
 
@@ -77,10 +78,10 @@ class TritonExperts(Variant):
                 f"for more than {_MOST_EACH} tokens an expert it should take less time to "
                 f"dequantise a matrix once than in every tile"
             )
-        return None
+        return out_of_reach(self, problem, self.config(problem))
 
     def config(self, problem: Problem) -> ExpertsConfig:
-        return self.configs(problem)[0]
+        return at_hand(self, problem, self.configs(problem))
 
     def configs(self, problem: Problem) -> Sequence[ExpertsConfig]:
         sizes = (problem.dim("E"), problem.dim("H"), problem.dim("I"))

@@ -36,6 +36,7 @@ from gristmill.ops.nvfp4_moe.wgmma_configs import (
     candidates_of,
     products,
 )
+from gristmill.ops.ready import at_hand
 from gristmill.select.problem import Problem
 from gristmill.select.variant import Variant
 
@@ -86,7 +87,7 @@ class Wgmma(Variant):
         return misfit(device, experts)
 
     def config(self, problem: Problem) -> MoeConfig:
-        return candidates_of(problem)[0]
+        return at_hand(self, problem, candidates_of(problem))
 
     def configs(self, problem: Problem) -> Sequence[MoeConfig]:
         return candidates_of(problem)

@@ -7,23 +7,32 @@ order of its schema.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gristmill.ops import inline
+from gristmill.ops.later import Later
 from gristmill.ops.norm_fp8 import semantics as fp8
-from gristmill.ops.norm_fp8.cases import fp8_cases, fp8_cost
 from gristmill.ops.norm_fp8.cuda import scaling_of
 from gristmill.ops.norm_fp8.reference import quantised, quantised_by_row
 from gristmill.ops.norms.problem import forward_problem
 from gristmill.ops.op import Arguments, Case, Cost, Op
 from gristmill.ops.plain import Reference
-from gristmill.ops.rms_norm import cases, reference, semantics
+from gristmill.ops.rms_norm import reference, semantics
 from gristmill.ops.rms_norm.cuda_fp8 import VARIANTS
 from gristmill.ops.rows.problem import like
 from gristmill.select.device import Device
 from gristmill.select.problem import Problem
+
+if TYPE_CHECKING:
+    from gristmill.ops.norm_fp8 import cases as fp8_cases
+    from gristmill.ops.norms import space
+    from gristmill.ops.rms_norm import cases
+else:
+    cases = Later("gristmill.ops.rms_norm.cases")
+    fp8_cases = Later("gristmill.ops.norm_fp8.cases")
+    space = Later("gristmill.ops.norms.space")
 
 Tensor = torch.Tensor
 
@@ -189,21 +198,23 @@ def _join_add(args: Arguments, scale: Tensor | None, amax: bool) -> Arguments:
 
 
 def _cost(x: Tensor, weight: Tensor | None, scale: Tensor | None, *options: Any) -> Cost:
-    return fp8_cost(cases.forward_cost(x, weight, fp8.FP8), x, scale, amax=options[-1])
+    return fp8_cases.fp8_cost(cases.forward_cost(x, weight, fp8.FP8), x, scale, amax=options[-1])
 
 
 def _cost_add(
     x: Tensor, residual: Tensor, weight: Tensor | None, scale: Tensor | None, *options: Any
 ) -> Cost:
-    return fp8_cost(cases.add_cost(x, residual, weight, fp8.FP8), x, scale, amax=options[-1])
+    return fp8_cases.fp8_cost(
+        cases.add_cost(x, residual, weight, fp8.FP8), x, scale, amax=options[-1]
+    )
 
 
 def _cases() -> Iterator[Case]:
-    return fp8_cases(cases.forward_cases(), _join)
+    return fp8_cases.fp8_cases(cases.forward_cases(), _join)
 
 
 def _cases_add() -> Iterator[Case]:
-    return fp8_cases(cases.add_cases(), _join_add)
+    return fp8_cases.fp8_cases(cases.add_cases(), _join_add)
 
 
 def _example(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Arguments:
@@ -239,6 +250,7 @@ RMS_NORM_FP8 = Op(
     cost=_cost,
     cases=_cases,
     example=_example,
+    space=space.RMS_FP8,
     variants=(
         *VARIANTS,
         Reference(rms_norm_fp8, outputs, quantised_by_row(rms_norm_fp8, rows=(0,), scale=2)),
@@ -260,6 +272,7 @@ ADD_RMS_NORM_FP8 = Op(
     cost=_cost_add,
     cases=_cases_add,
     example=_example_add,
+    space=space.RMS_ADD_FP8,
     variants=(
         *VARIANTS,
         Reference(

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
 from gristmill.errors import ArgumentError
 from gristmill.ops import inline
 from gristmill.ops.by_row import by_row
+from gristmill.ops.later import Later
 from gristmill.ops.norm_fp8.call import call_fp8
 from gristmill.ops.norm_fp8.semantics import asked
 from gristmill.ops.op import Gradient, Op, no_second_gradient
 from gristmill.ops.plain import Reference
-from gristmill.ops.rms_norm import cases, problem, reference, semantics
+from gristmill.ops.rms_norm import problem, reference, semantics
 from gristmill.ops.rms_norm.cuda import FORWARD_VARIANTS
 from gristmill.ops.rms_norm.cuda_backward import BACKWARD_VARIANTS
 from gristmill.ops.rms_norm.fp8 import ADD_RMS_NORM_FP8, RMS_NORM_FP8
 from gristmill.ops.rms_norm.plain import Library, LibraryBackward
+
+if TYPE_CHECKING:
+    from gristmill.ops.norms import space
+    from gristmill.ops.rms_norm import cases
+else:
+    cases = Later("gristmill.ops.rms_norm.cases")
+    space = Later("gristmill.ops.norms.space")
 
 _OPTIONS = (
     'Tensor? weight=None, float? eps=1e-6, float weight_offset=0.0, str casting="once", '
@@ -286,6 +294,7 @@ RMS_NORM = Op(
     cost=cases.forward_cost,
     cases=cases.forward_cases,
     example=cases.forward_example,
+    space=space.RMS_FORWARD,
     variants=(
         *FORWARD_VARIANTS,
         Library(),
@@ -309,6 +318,7 @@ ADD_RMS_NORM = Op(
     cost=cases.add_cost,
     cases=cases.add_cases,
     example=cases.add_example,
+    space=space.RMS_ADD,
     variants=(
         *FORWARD_VARIANTS,
         Library(),
@@ -334,6 +344,7 @@ FUSED_ADD_RMS_NORM_ = Op(
     cost=cases.fused_add_cost,
     cases=cases.fused_add_cases,
     example=cases.fused_add_example,
+    space=space.RMS_FUSED_ADD,
     variants=(
         *FORWARD_VARIANTS,
         Reference(
@@ -359,6 +370,7 @@ RMS_NORM_BACKWARD = Op(
     cost=cases.backward_cost,
     cases=cases.backward_cases,
     example=cases.backward_example,
+    space=space.RMS_BACKWARD,
     variants=(
         *BACKWARD_VARIANTS,
         LibraryBackward(),

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from gristmill.ops.examples import normal
 from gristmill.ops.op import Arguments, Case, Cost
 from gristmill.ops.softmax import reference
 from gristmill.ops.softmax.semantics import causal_offset
@@ -49,21 +50,23 @@ def _seen(x: torch.Tensor, causal: str | None) -> int:
 def forward_example(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
 ) -> Arguments:
-    return torch.randn(shape, dtype=dtype, device=device), 1.0, None, None
+    return normal(shape, dtype, device), 1.0, None, None
 
 
 def softmax_backward_example(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
 ) -> Arguments:
-    y = torch.softmax(torch.randn(shape, dtype=dtype, device=device), -1)
-    return torch.randn(shape, dtype=dtype, device=device), y, 1.0, None
+    x = normal(shape, dtype, device)
+    y = x if x.is_meta else torch.softmax(x, -1)
+    return normal(shape, dtype, device), y, 1.0, None
 
 
 def log_softmax_backward_example(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
 ) -> Arguments:
-    y = torch.log_softmax(torch.randn(shape, dtype=dtype, device=device), -1)
-    return torch.randn(shape, dtype=dtype, device=device), y, 1.0, None
+    x = normal(shape, dtype, device)
+    y = x if x.is_meta else torch.log_softmax(x, -1)
+    return normal(shape, dtype, device), y, 1.0, None
 
 
 @dataclass(frozen=True)

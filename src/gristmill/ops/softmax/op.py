@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gristmill.ops import inline
+from gristmill.ops.later import Later
 from gristmill.ops.op import Arguments, Gradient, Op, no_second_gradient
 from gristmill.ops.plain import Reference
-from gristmill.ops.softmax import by_row, cases, problem, reference, semantics
+from gristmill.ops.softmax import by_row, problem, reference, semantics
 from gristmill.ops.softmax.cuda import FORWARD_VARIANTS
 from gristmill.ops.softmax.cuda_backward import BACKWARD_VARIANTS
 from gristmill.ops.softmax.plain import Library
+
+if TYPE_CHECKING:
+    from gristmill.ops.softmax import cases, space
+else:
+    cases = Later("gristmill.ops.softmax.cases")
+    space = Later("gristmill.ops.softmax.space")
 
 _FORWARD_SCHEMA = "(Tensor x, float scale=1.0, Tensor? mask=None, str? causal=None) -> Tensor"
 _BACKWARD_SCHEMA = "(Tensor dy, Tensor y, float scale, str? causal) -> Tensor"
@@ -249,6 +256,7 @@ SOFTMAX = Op(
     cost=cases.forward_cost,
     cases=cases.softmax_cases,
     example=cases.forward_example,
+    space=space.FORWARD,
     variants=(
         *FORWARD_VARIANTS,
         Library(),
@@ -272,6 +280,7 @@ LOG_SOFTMAX = Op(
     cost=cases.forward_cost,
     cases=cases.log_softmax_cases,
     example=cases.forward_example,
+    space=space.FORWARD,
     variants=(
         *FORWARD_VARIANTS,
         Library(),
@@ -295,6 +304,7 @@ SOFTMAX_BACKWARD = Op(
     cost=cases.backward_cost,
     cases=cases.softmax_backward_cases,
     example=cases.softmax_backward_example,
+    space=space.BACKWARD,
     variants=(
         *BACKWARD_VARIANTS,
         Reference(reference.softmax_backward, semantics.outputs_backward, by_row.softmax_backward),
@@ -314,6 +324,7 @@ LOG_SOFTMAX_BACKWARD = Op(
     cost=cases.backward_cost,
     cases=cases.log_softmax_backward_cases,
     example=cases.log_softmax_backward_example,
+    space=space.BACKWARD,
     variants=(
         *BACKWARD_VARIANTS,
         Reference(

@@ -38,7 +38,8 @@ def softmax_backward(
 ) -> torch.Tensor:
     precise = accumulator(y.dtype)
     p, d = _seen(y.to(precise), causal), _seen(dy.to(precise), causal)
-    return (scale * p * (d - (d * p).sum(-1, keepdim=True))).to(y.dtype)
+    dx = scale * p * (d - (d * p).sum(-1, keepdim=True))
+    return _seen(dx, causal).to(y.dtype)  # 0 there even if the sum is NaN
 
 
 def log_softmax_backward(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from gristmill.errors import ArgumentError
+from gristmill.ops.examples import normal
 from gristmill.ops.op import Arguments, Case, Cost
 from gristmill.ops.topk_router import reference
 from gristmill.ops.topk_router.semantics import BackwardCall, Call, accumulator
@@ -55,7 +56,7 @@ def forward_example(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
 ) -> Arguments:
     rows, experts, topk = sizes_of(shape)
-    logits = torch.randn((rows, experts), dtype=dtype, device=device)
+    logits = normal((rows, experts), dtype, device)
     return logits, topk, "softmax", True, None, 1, 1, 1.0, torch.int32
 
 
@@ -63,9 +64,13 @@ def backward_example(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
 ) -> Arguments:
     rows, experts, topk = sizes_of(shape)
-    logits = torch.randn((rows, experts), dtype=dtype, device=device)
-    dweights = torch.randn((rows, topk), dtype=accumulator(dtype), device=device)
-    return dweights, logits, logits.topk(topk, -1).indices.int(), "softmax", True, 1.0
+    logits = normal((rows, experts), dtype, device)
+    dweights = normal((rows, topk), accumulator(dtype), device)
+    if logits.is_meta:
+        ids = torch.empty((rows, topk), dtype=torch.int32, device=device)
+    else:
+        ids = logits.topk(topk, -1).indices.int()
+    return dweights, logits, ids, "softmax", True, 1.0
 
 
 Lay = Callable[[torch.Tensor], torch.Tensor]

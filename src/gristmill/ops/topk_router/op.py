@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gristmill.ops.by_row import by_row
+from gristmill.ops.later import Later
 from gristmill.ops.op import Gradient, Op, no_second_gradient
 from gristmill.ops.plain import Reference
-from gristmill.ops.topk_router import cases, problem, reference, semantics
+from gristmill.ops.topk_router import problem, reference, semantics
 from gristmill.ops.topk_router.cuda import Backward, Forward
 from gristmill.ops.topk_router.library import Library
+
+if TYPE_CHECKING:
+    from gristmill.ops.topk_router import cases, space
+else:
+    cases = Later("gristmill.ops.topk_router.cases")
+    space = Later("gristmill.ops.topk_router.space")
 
 
 def topk_router(
@@ -130,6 +137,7 @@ TOPK_ROUTER = Op(
     cost=cases.forward_cost,
     cases=cases.forward_cases,
     example=cases.forward_example,
+    space=space.forward,
     variants=(
         Forward(),
         Library(),
@@ -157,6 +165,7 @@ TOPK_ROUTER_BACKWARD = Op(
     cost=cases.backward_cost,
     cases=cases.backward_cases,
     example=cases.backward_example,
+    space=space.backward,
     variants=(
         Backward(),
         Reference(

@@ -84,4 +84,6 @@ def _chosen(call: Call, ranked: torch.Tensor) -> torch.Tensor:
 
 
 def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
+    # On a GPU torch sorts by bits: -0 would come after 0, and a NaN with a sign after all numbers.
+    values = (values + 0.0).masked_fill(values.isnan(), float("nan"))
     return values.sort(stable=True, dim=-1, descending=True).indices[..., :count]

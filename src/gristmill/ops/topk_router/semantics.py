@@ -93,6 +93,7 @@ def check_backward(*args: Any) -> None:
     got = ids.dtype if isinstance(ids, torch.Tensor) else type(ids).__name__
     if got not in IDS:
         raise DtypeError(f"{op}: topk_ids must be a tensor of int32 or int64, got {got}")
+    checks.dense(op, "topk_ids", ids)
     for name, value in (("dweights", call.dweights), ("topk_ids", ids)):
         checks.same_device(op, name, value, "logits", call.logits.device)
         if value.dim() != 2 or value.shape[0] != rows or not 1 <= value.shape[1] <= experts:

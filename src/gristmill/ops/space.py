@@ -1,0 +1,114 @@
+"""The kernels of an op, all of them: what a warm-up of everything compiles into a bundle.
+
+A kernel serves ranges of lengths and any number of rows, so an op has a finite number of them. An
+op's `space` gives calls among which every kernel of the op comes up; what a call runs first is what
+is taken, as in any call: under no mode, under `torch.use_deterministic_algorithms` and under
+`gristmill.batch_invariant`.
+
+`RULE` says which calls are meant. Others still find a kernel where they share one; where they do
+not, and nothing may be compiled, `KernelNotCached` names the command that makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from gristmill.errors import VariantUnavailable
+from gristmill.jit.compilers import Compilable
+from gristmill.ops.op import Op
+from gristmill.select.chooser import Choice, choices, refusal
+from gristmill.select.device import Device
+from gristmill.select.overrides import active, batch_invariant
+from gristmill.select.problem import Problem
+from gristmill.select.tables import tables_for
+
+RULE = """\
+Rows are of the dtype asked for and, beside one another, of it or of fp32, as are weights, biases,
+masks of numbers and results; in training, gradients are of the dtype of what they belong to.
+Norms differ from the usual call in one option at a time, or as mixed precision makes them: fp32
+weights with an fp32 result, an fp32 residual. Rows have up to 2 MiB, and there may be any number of
+them (fewer than 2**31). They lie at any stride and address that are multiples of 16 bytes. With an
+op's usual options their length need not be such a multiple, they may lie in two levels of strides
+(of other lengths, alike in all tensors), and begin 2 or 8 bytes beyond 16: in the first tensor
+alone, or in all alike. Weights and masks are
+dense and aligned. A norm into FP8 has rows of a multiple of 16 bytes.
+Products are of dense matrices, of a layer as layers have them, of `matmul` with one side transposed
+or several side by side. Their kernels are those of common layers and of tuned sizes, and one that
+fits any N and K beyond 1: where nothing may be compiled the most promising that is there runs.
+Under batch invariance only the common layers are meant.
+A variant or a config that is asked for by name is not meant, nor is what a table says that is not
+in force where the warm-up runs."""
+
+
+class Needed(NamedTuple):
+    """A problem, and what runs it."""
+
+    problem: Problem
+    choice: Choice
+
+
+def programs_of(
+    ops: Iterable[Op], device: Device, dtypes: Sequence[torch.dtype]
+) -> dict[Compilable, Needed]:
+    """Every program of `ops` on a device, with the first problem that needs it."""
+    found: dict[Compilable, Needed] = {}
+    for op in ops:
+        if op.space is None:
+            continue
+        for dtype in dtypes:
+            for needed in op.space(op, device, dtype):
+                variant, config = needed.choice.variant, needed.choice.config
+                for program in variant.programs(needed.problem, config):
+                    found.setdefault(program, needed)
+    return found
+
+
+def chosen(op: Op, problem: Problem) -> Iterator[Needed]:
+    """What a call runs; nothing if a variant that cannot is asked for by name."""
+    try:
+        yield Needed(problem, next(choices(op.name, op.variants, problem)))
+    except VariantUnavailable:
+        return
+
+
+def preferred(op: Op, problem: Problem) -> Choice | None:
+    """The first choice by the op's order of preference alone: what runs where no table speaks.
+
+    As `choices` has it, without looking at what comes after.
+    """
+    name, asked = active().get(op.name), problem.asked()
+    unwilling = None
+    for variant in op.variants:
+        if name not in (None, variant.name) or refusal(variant, problem) is not None:
+            continue
+        if name is None and variant.declines(asked) is not None:
+            unwilling = unwilling or variant
+            continue
+        return Choice(variant, variant.config(asked), "preference", "")
+    if unwilling is None:
+        return None
+    return Choice(unwilling, unwilling.config(asked), "preference", "")
+
+
+def tabled(op: Op, device: Device) -> Iterator[tuple[dict[str, int], tuple[str, ...]]]:
+    """Sizes, by name, and words of the problems for which a table in force has a row."""
+    for source in tables_for(device):
+        for row in source.table.rows.values():
+            name, *words = row.key.split()
+            if name == op.name:
+                pairs = [word.partition("=") for word in words]
+                sizes = {name: int(value) for name, _, value in pairs if value.isdigit()}
+                yield sizes, tuple(word for word, equals, _ in pairs if not equals)
+
+
+def in_every_mode(op: Op, device: Device, args: tuple[Any, ...]) -> Iterator[Problem]:
+    """The problem of a call: as it is, and where rows must not depend on their batch.
+
+    Deterministic algorithms change nothing here but who may run; see `chosen`.
+    """
+    yield op.problem(*args, device=device)
+    with batch_invariant():
+        yield op.problem(*args, device=device)
