@@ -20,7 +20,7 @@ from gristmill.jit import bundle as bundles
 from gristmill.jit import cache
 from gristmill.jit.compilers import Compilable, from_text
 from gristmill.jit.parallel import Compiled, compile_all
-from gristmill.log import logger
+from gristmill.log import logger, one_line
 from gristmill.ops.registry import OPS
 from gristmill.ops.space import Needed, programs_of
 from gristmill.select.chooser import choices
@@ -157,7 +157,8 @@ def run(
             _load(found, target, report.failed)
     for one in report.done:
         if one.how == "failed":
-            logger.warning("%s for %s does not compile: %s", one.kernels[0], one.arch, one.error)
+            what, why = f"{one.kernels[0]} for {one.arch}", one_line(one.error)
+            logger.warning("failed %s: does not compile: %s", what, why)
     if bundle is not None:
         report.sha256 = _write(bundle, jobs, report)
     report.seconds = time.perf_counter() - start

@@ -206,3 +206,31 @@ def test_without_a_folder_there_is_nothing_to_export(home, tmp_path) -> None:
     for words in (("export", tmp_path / "x"), ("import", tmp_path / "x")):
         out = gristmill("cache", *words, code=1)
         assert "can be written to by others" in out.replace("\n", " ")
+
+
+def test_files_under_names_of_somebodys_own_are_in_no_bundle(home: Path, tmp_path: Path) -> None:
+    first = next((home / "kernels").glob("*.kernel"))
+    for name in ("a copy (1).kernel", "copy.kernel"):
+        first.with_name(name).write_bytes(first.read_bytes())
+        first.with_name(name).chmod(0o600)
+    (home / "tables").mkdir(mode=0o700)
+    (home / "tables" / "old table.json").write_text("{}")
+    path = tmp_path / "some.bundle"
+    assert "4 programs and 0 tables" in gristmill("cache", "export", path)
+    assert len(names(path)) == 4
+
+
+def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    said = gristmill("cache", "import", tmp_path / "none.bundle", code=1)
+    assert said.count("\n") == 1
+    assert "none.bundle" in said
+
+
+def test_verify_says_all_that_is_wrong_with_a_bundle(home: Path, tmp_path: Path) -> None:
+    path = tmp_path / "some.bundle"
+    files = sorted((home / "kernels").glob("*.kernel"))
+    bundle.write(path, [(files[0].name, files[1].read_bytes())])
+    path.chmod(0o666)
+    said = gristmill("cache", "verify", path, code=1)
+    assert "holds no kernel, or another one" in said
+    assert "can be written to by others" in said

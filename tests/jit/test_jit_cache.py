@@ -91,6 +91,7 @@ def test_a_damaged_entry_is_a_miss_and_is_replaced(tiny, home, compiler, which) 
     second = cache.load_or_compile(tiny, ARCH)
     assert len(compiler) == 2
     assert second != first
+    assert counted("rejected") == (1,)  # one file, however often it was looked at
     cache.forget()
     assert cache.load_or_compile(tiny, ARCH) == second
     assert len(compiler) == 2

@@ -178,3 +178,18 @@ def _is_plain(op: str, product: Product) -> bool:
         own = product.a_strides[0] == m * k and product.b_strides[0] == n * k
         return a and b and own
     return (a and (b or b_turned)) or (a_turned and b)
+
+
+@pytest.mark.parametrize("turned", ["neither", "a", "b"])
+def test_several_products_side_by_side_may_have_a_side_transposed(
+    turned: str, holding: Holding
+) -> None:
+    """As queries by keys of attention: without a compiler the kernel for any sizes runs."""
+    op, sizes = OPS["matmul"], {"a": (32, 1024, 128), "b": (32, 128, 1024)}
+    made = {name: torch.empty(size, dtype=BF16, device="meta") for name, size in sizes.items()}
+    if turned != "neither":
+        made[turned] = made[turned].mT.contiguous().mT
+    problem = op.problem(*made.values(), device=H200)
+    holding(space("matmul", H200, BF16))
+    assert ranked("matmul", op.variants, problem)[0].variant.name.startswith("triton")
+    assert set(programs(problem)) <= space("matmul", H200, BF16)

@@ -19,7 +19,7 @@ from gristmill.select.chooser import ranked
 from gristmill.select.configs import config_to_json
 from gristmill.select.device import KNOWN, device_of
 from gristmill.select.table import Row, Table
-from gristmill.select.tables import user_table_path
+from gristmill.select.tables import remember, user_table_path
 from gristmill.select.tuning import Candidate, Outcome
 from gristmill.settings import reload_settings
 from gristmill.tune.ahead import AheadReport, Watch, free_bytes, open_table, tune_ahead
@@ -458,3 +458,18 @@ def test_a_gpu_that_has_failed_ends_the_run(
     with pytest.raises(DriverError, match=r"failed at rms_norm rows=64 .* illegal memory"):
         on_h200(tuned)
     assert set(table_rows(tmp_path / "h200.json")) == {"rms_norm rows=16"}
+
+
+def test_a_table_that_others_can_write_is_neither_read_nor_merged() -> None:
+    device = device_of("cpu")
+    path = user_table_path(device)
+    assert path is not None
+    Table.for_device(device).save(path)
+    table = open_table(device, None)
+    path.chmod(0o666)
+    before = path.read_text()
+    with pytest.raises(TableError, match="can be written to by others"):
+        open_table(device, None)
+    with pytest.raises(TableError, match="can be written to by others"):
+        remember(device, list(table[1].rows.values()), path=path)
+    assert path.read_text() == before

@@ -22,6 +22,7 @@ from gristmill.bench.results import OURS, Results, Row
 from gristmill.bench.suites import Task, written
 from gristmill.errors import GristmillError
 from gristmill.jit import bundle
+from gristmill.settings import VARIABLES
 
 SUITE = "cold_start"
 CACHES = ("empty", "warm", "bundle")
@@ -145,9 +146,10 @@ class _Caches:
 
     @staticmethod
     def _of(place: Path, layers: Path | str = "") -> dict[str, str]:
-        # Whatever the user has set for himself is not what is measured; and the source of modules
-        # is compiled once, as it is where a package was installed.
+        # Whatever is set for other runs is not what is measured (empty is as good as unset); and
+        # the source of modules is compiled once, as it is where a package was installed.
         return {
+            **{variable.name: "" for variable in VARIABLES},
             "GRISTMILL_CACHE_DIR": str(place),
             "GRISTMILL_CACHE_LAYERS": str(layers),
             "GRISTMILL_JIT": "on",

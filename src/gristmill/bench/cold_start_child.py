@@ -64,7 +64,6 @@ def _kernels(form: str, arch: str) -> Seconds:
 def _warm(needs: Shapes, here: torch.device, **target: Any) -> Seconds:
     done: list[Warmed] = []
     seconds = _timed(lambda: done.extend(gristmill.warmup(needs, **target)), here)
-    # Not by counters: programs are compiled in processes of their own where there are many.
     how = [one.how for one in done]
     counts = {"compiles": how.count("compiled"), "failures": how.count("failed")}
     return {"warmup_s": seconds, "programs": len(done), **counts}

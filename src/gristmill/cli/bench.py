@@ -117,7 +117,9 @@ def _measure(
             host.run_host(device, results, advance, dtype=dtype, rounds=repeats)
     if cold_start.SUITE in suites:
         with progress(out, cold_start.steps(device)) as advance:
-            cold_start.run(device, results, advance, repeats=1 if options.quick else 5)
+            cold_start.run(
+                device, results, advance, repeats=options.samples or (1 if options.quick else 5)
+            )
     if "choice" in suites:
         with progress(out, choice.steps()) as advance:
             choice.run(device, results, advance, dtype=dtype, repeats=repeats)

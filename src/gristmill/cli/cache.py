@@ -90,7 +90,10 @@ def export(path: Path, archs: list[str], sources: list[str], *, tables: bool) ->
         about = kept.entry
         wanted = not sources or any(fnmatch.fnmatch(about.source, one) for one in sources)
         if wanted and (not archs or about.arch in archs):
-            kernels.append((kept.path.name, read_file(kept.path.parent, kept.path.name)))
+            name, content = kept.path.name, read_file(kept.path.parent, kept.path.name)
+            # A copy under a name of somebody's own is in no process's way, and in no bundle.
+            if bundle.is_name(KERNELS + name) and bundle.is_kernel(name, content):
+                kernels.append((name, content))
     if not kernels:
         raise GristmillError(
             f"cache export: {cache.folder()} holds no such kernel; gristmill cache ls shows what "
@@ -139,11 +142,12 @@ def verify(path: Path | None) -> None:
 
 def _faults(place: Path) -> list[str]:
     if place.is_file():
+        found = []
         try:
-            found = bundle.damages(place)
+            found += bundle.damages(place)
             Bundle.open(place).close()
         except BundleError as error:
-            return [str(error).removeprefix(f"bundle {place}: ")]
+            found.append(str(error).removeprefix(f"bundle {place}: "))
         return found
     if not place.exists():
         # Nobody has compiled anything yet, which is no fault of the user's own folder.
@@ -189,7 +193,8 @@ def _tables() -> list[tuple[str, bytes]]:
     folder = top / "tables"
     if why_untrusted(folder, top) is not None:
         return []
-    return [(path.name, read_file(folder, path.name)) for path in sorted(folder.glob("*.json"))]
+    names = [name for name in names_in(folder) if bundle.is_name(TABLES + name)]
+    return [(name, read_file(folder, name)) for name in names]
 
 
 def _refuse_unusable() -> None:

@@ -102,7 +102,7 @@ def torch_device(name: str | None) -> torch.device:
 
 
 def reported(function: Callable[P, R]) -> Callable[P, R]:
-    """Errors that gristmill raises on purpose become one clear line and an exit code."""
+    """Errors that gristmill raises on purpose, and those of files, become a line and a code."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -112,5 +112,10 @@ def reported(function: Callable[P, R]) -> Callable[P, R]:
             typer.echo(f"gristmill: {error}", err=True)
             wrong_call = isinstance(error, (ArgumentError, DtypeError, UnknownVariant))
             raise typer.Exit(USAGE if wrong_call else FAILURE) from error
+        except BrokenPipeError:
+            raise  # whoever reads the output has read enough
+        except OSError as error:  # a file that is not there, a full disk
+            typer.echo(f"gristmill: {error}", err=True)
+            raise typer.Exit(FAILURE) from error
 
     return run

@@ -9,6 +9,7 @@ was changed in the file since is not found in it.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import re
@@ -22,7 +23,7 @@ from typing import Any, BinaryIO
 
 from gristmill.errors import BundleError
 from gristmill.jit import entry
-from gristmill.jit.folder import MOST_BYTES, UntrustedError, open_file, open_folder
+from gristmill.jit.folder import MOST_BYTES, UntrustedError, open_file, open_folder, write_whole
 from gristmill.version import __version__
 
 FORMAT = 1
@@ -163,10 +164,10 @@ class Bundle:
             members = {name: Member(**about) for name, about in manifest.pop("files").items()}
             for one in members.values():
                 one.check()
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise BundleError(f"bundle {self.path}: its manifest is damaged ({error})") from error
         for name in members:
-            if not _NAME.fullmatch(name):
+            if not is_name(name):
                 raise BundleError(f"bundle {self.path}: has a member named {name!r}")
         return members, manifest
 
@@ -191,18 +192,11 @@ def write(
     """
     files = {KERNELS + name: content for name, content in kernels}
     files |= {TABLES + name: content for name, content in tables}
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    try:
-        with os.fdopen(handle, "w+b") as file:
-            _write_zip(file, dict(sorted(files.items())))
-            file.seek(0)
-            digest = hashlib.sha256(file.read()).hexdigest()
-        Path(temporary).chmod(0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    return digest
+    made = io.BytesIO()
+    _write_zip(made, dict(sorted(files.items())))
+    content = made.getvalue()
+    write_whole(path, content, mode=0o644)
+    return hashlib.sha256(content).hexdigest()
 
 
 def damages(path: Path) -> list[str]:
@@ -216,6 +210,11 @@ def damages(path: Path) -> list[str]:
             elif name.startswith(KERNELS) and not is_kernel(name.removeprefix(KERNELS), content):
                 found.append(f"{name}: holds no kernel, or another one")
     return found
+
+
+def is_name(name: str) -> bool:
+    """Whether a member may have this name, as in "kernels/x.kernel"."""
+    return _NAME.fullmatch(name) is not None
 
 
 def is_kernel(name: str, content: bytes) -> bool:

@@ -42,6 +42,7 @@ LOCK_SECONDS = 30.0
 _LOCK = ".lock"
 _memory: Once[str, Binary] = Once()
 _tidied: Once[Path, None] = Once()
+_rejected: set[tuple[Path, str]] = set()
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,7 @@ def forget() -> None:
     """Drop what is kept in memory, so that the next use reads folder and layers again (tests)."""
     _memory.clear()
     _tidied.clear()
+    _rejected.clear()
     forget_layers()
 
 
@@ -197,6 +199,7 @@ def _made(program: Compilable, arch: str) -> Binary:
             except OSError as error:
                 _warn(place, f"cannot be written to ({error.strerror})")
                 return binary
+            _rejected.discard((place, name))
         # Whoever still waits for this lock, or makes it anew, finds the kernel before compiling.
         with contextlib.suppress(OSError):
             lock.unlink(missing_ok=True)
@@ -266,6 +269,10 @@ def _read(place: Path, name: str, program: Compilable, arch: str) -> Binary | No
 
 
 def _reject(place: Path, name: str, reason: str) -> None:
+    """Count and log a file once, though it is looked at several times before it is replaced."""
+    if (place, name) in _rejected:
+        return
+    _rejected.add((place, name))
     counters.add("rejected")
     logger.info("rejected %s in %s: %s", name, place, reason)
 

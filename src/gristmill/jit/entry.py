@@ -123,6 +123,6 @@ def _parsed(content: bytes) -> tuple[dict[str, Any], bytes] | None:
     try:
         (length,) = _LENGTH.unpack_from(body)
         header = json.loads(body[_LENGTH.size :][:length])
-    except (struct.error, ValueError):
+    except (struct.error, ValueError, RecursionError):
         return None
     return (header, body[_LENGTH.size + length :]) if isinstance(header, dict) else None

@@ -13,7 +13,7 @@ from typing import Protocol
 from gristmill.errors import BundleError
 from gristmill.jit import counters, entry
 from gristmill.jit.bundle import TABLES, Bundle
-from gristmill.jit.folder import UntrustedError, names_in, read_file, why_untrusted
+from gristmill.jit.folder import UntrustedError, read_file, why_untrusted
 from gristmill.jit.once import Once
 from gristmill.log import warn_once
 from gristmill.settings import settings
@@ -49,14 +49,17 @@ class FolderLayer:
             raise OSError(reason)
         if not self._kernels.exists():
             raise OSError("has no folder named kernels in it")
-        for name in names_in(self._kernels, suffix=entry.SUFFIX):
-            self._by_key.setdefault(entry.key_in(name), []).append(name)
+        for file in sorted(self._kernels.iterdir()):
+            if file.suffix == entry.SUFFIX:
+                self._by_key.setdefault(entry.key_in(file.name), []).append(file.name)
 
     def kernels(self, key: str) -> Iterator[bytes]:
         for name in self._by_key.get(key, ()):
             try:
                 yield read_file(self._kernels, name)
             except OSError as error:
+                if isinstance(error, UntrustedError):
+                    counters.add("rejected")
                 warn_once(f"layer {self.path} {name}", f"layer {self.path}: {name} ({error})")
 
     def table(self, name: str) -> bytes | None:
@@ -75,7 +78,7 @@ class FolderLayer:
             return None
 
     def count(self) -> int:
-        return len(self._by_key)
+        return sum(map(len, self._by_key.values()))
 
 
 class BundleLayer:

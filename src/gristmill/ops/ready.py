@@ -32,9 +32,11 @@ def at_hand(variant: Variant, problem: Problem, configs: Sequence[C]) -> C:
     return next((one for one in configs if _is_there(variant, problem, one)), configs[0])
 
 
-def out_of_reach(variant: Variant, problem: Problem, config: object) -> str | None:
-    """Why a variant had better not be taken with what `at_hand` gave, if so."""
-    if settings().jit or problem.device.kind != "cuda" or _is_there(variant, problem, config):
+def out_of_reach(variant: Variant, problem: Problem) -> str | None:
+    """Why a variant had better not be taken with the config that `at_hand` gives it, if so."""
+    if settings().jit or problem.device.kind != "cuda":
+        return None
+    if _is_there(variant, problem, variant.config(problem)):
         return None
     reason = "its kernels are in no cache, and GRISTMILL_JIT=off forbids compiling them"
     warn_once(

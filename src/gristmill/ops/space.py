@@ -5,8 +5,26 @@ op's `space` gives calls among which every kernel of the op comes up; what a cal
 is taken, as in any call: under no mode, under `torch.use_deterministic_algorithms` and under
 `gristmill.batch_invariant`.
 
-`RULE` says which calls are meant. Others still find a kernel where they share one; where they do
-not, and nothing may be compiled, `KernelNotCached` names the command that makes it.
+Which calls are meant:
+
+Rows are of the dtype asked for and, beside one another, of it or of fp32, as are weights, biases,
+masks of numbers and results; in training, gradients are of the dtype of what they belong to.
+Norms differ from the usual call in one option at a time, or as mixed precision makes them: fp32
+weights with an fp32 result, an fp32 residual. Rows have up to 2 MiB, and there may be any number of
+them (fewer than 2**31). They lie at any stride and address that are multiples of 16 bytes. With an
+op's usual options their length need not be such a multiple, they may lie in two levels of strides
+(of other lengths, alike in all tensors), and begin 2 or 8 bytes beyond 16: in the first tensor
+alone, or in all alike. Weights and masks are dense and aligned. A norm into FP8 has rows of a
+multiple of 16 bytes.
+Products are of dense matrices, of a layer as layers have them, of `matmul` with one side transposed
+or none, alone or several side by side. Their kernels are those of common layers and of tuned sizes,
+and one that fits any N and K beyond 1: where nothing may be compiled the most promising that is
+there runs. Under batch invariance only the common layers are meant.
+A variant or a config that is asked for by name is not meant, nor is what a table says that is not
+in force where the warm-up runs.
+
+Others still find a kernel where they share one; where they do not, and nothing may be compiled,
+`KernelNotCached` names the command that makes it.
 """
 
 from __future__ import annotations
@@ -24,23 +42,6 @@ from gristmill.select.device import Device
 from gristmill.select.overrides import active, batch_invariant
 from gristmill.select.problem import Problem
 from gristmill.select.tables import tables_for
-
-RULE = """\
-Rows are of the dtype asked for and, beside one another, of it or of fp32, as are weights, biases,
-masks of numbers and results; in training, gradients are of the dtype of what they belong to.
-Norms differ from the usual call in one option at a time, or as mixed precision makes them: fp32
-weights with an fp32 result, an fp32 residual. Rows have up to 2 MiB, and there may be any number of
-them (fewer than 2**31). They lie at any stride and address that are multiples of 16 bytes. With an
-op's usual options their length need not be such a multiple, they may lie in two levels of strides
-(of other lengths, alike in all tensors), and begin 2 or 8 bytes beyond 16: in the first tensor
-alone, or in all alike. Weights and masks are
-dense and aligned. A norm into FP8 has rows of a multiple of 16 bytes.
-Products are of dense matrices, of a layer as layers have them, of `matmul` with one side transposed
-or several side by side. Their kernels are those of common layers and of tuned sizes, and one that
-fits any N and K beyond 1: where nothing may be compiled the most promising that is there runs.
-Under batch invariance only the common layers are meant.
-A variant or a config that is asked for by name is not meant, nor is what a table says that is not
-in force where the warm-up runs."""
 
 
 class Needed(NamedTuple):
@@ -107,7 +108,7 @@ def tabled(op: Op, device: Device) -> Iterator[tuple[dict[str, int], tuple[str, 
 def in_every_mode(op: Op, device: Device, args: tuple[Any, ...]) -> Iterator[Problem]:
     """The problem of a call: as it is, and where rows must not depend on their batch.
 
-    Deterministic algorithms change nothing here but who may run; see `chosen`.
+    Under deterministic algorithms the same kernels run: no variant of ours is indeterminate.
     """
     yield op.problem(*args, device=device)
     with batch_invariant():

@@ -88,8 +88,7 @@ def remember(
         for row in rows:
             kept.put(row)
         try:
-            if path is None:
-                _check_own(place)
+            check_own(place, device)
             kept.save(place)
         except (OSError, TableError) as error:
             if path is not None:
@@ -97,10 +96,15 @@ def remember(
             warn_once(f"table written {place}", f"{error}; what was tuned is kept in memory only")
 
 
-def _check_own(path: Path) -> None:
-    """What others may have planted must not be merged into the user's rows and written as such."""
+def check_own(path: Path, device: Device) -> None:
+    """Refuse the user's own table, if it is that, where others could have written it.
+
+    What they may have planted must not be merged into the user's rows and written as such.
+    TableError or OSError says why.
+    """
     top = settings().cache_dir
-    assert top is not None
+    if top is None or path != user_table_path(device):
+        return
     if reason := why_untrusted(path.parent, top):
         raise TableError(f"table {path}: {reason}")
     if path.exists():

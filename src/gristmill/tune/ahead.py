@@ -23,7 +23,7 @@ from gristmill.select.device import Device, device_of
 from gristmill.select.overrides import active, batch_invariant
 from gristmill.select.problem import Problem
 from gristmill.select.table import Table
-from gristmill.select.tables import remember, user_table_path
+from gristmill.select.tables import check_own, remember, user_table_path
 from gristmill.select.tuning import Candidate, Outcome, candidates, tune
 from gristmill.settings import settings
 from gristmill.tune.jobs import Job, Plan, Size
@@ -85,10 +85,13 @@ def open_table(device: Device, path: Path | None) -> tuple[Path, Table]:
             "tune: there is no folder for the table (no home, and GRISTMILL_CACHE_DIR is not set); "
             "give a file by --table"
         )
-    if not place.exists():
-        return place, Table.for_device(device)
     try:
+        check_own(place, device)
+        if not place.exists():
+            return place, Table.for_device(device)
         known = Table.load(place)
+    except OSError as error:
+        raise TableError(f"table {place}: {error}; name another by --table") from error
     except TableError as error:
         raise TableError(f"{error}; move it away, or name another by --table") from error
     if known.gpu != device.name:

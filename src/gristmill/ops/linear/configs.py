@@ -128,7 +128,7 @@ def _ordered(kind: str, product: Product, device: Device) -> tuple[Candidate, ..
     itemsize = product.dtype.itemsize
     fitting = [
         Candidate(
-            replace(config, early=_is_early(kind, product, config, device)),
+            replace(config, early=True) if _is_early(kind, product, config, device) else config,
             estimate(kind, product, product.rows, config, device),
         )
         for config in dict.fromkeys(_all(kind, product, product.rows))
@@ -329,9 +329,11 @@ def _all_fp32(kind: str, product: Product, rows: int) -> Iterator[MatmulConfig]:
 
 def _different(ordered: list[Candidate]) -> Iterator[Candidate]:
     """Leave out what differs from two earlier ones by stages, parts or warps alone."""
-    seen: dict[MatmulConfig, int] = {}
+    seen: dict[tuple[int, ...], int] = {}
     for candidate in ordered:
-        key = replace(candidate.config, stages=0, parts=0, warps=0)
+        one = candidate.config
+        tile = (one.block_m, one.block_n, one.block_k)
+        key = (*tile, one.group, one.split_k, one.swap, one.early)
         seen[key] = seen.get(key, 0) + 1
         if seen[key] <= 2:
             yield candidate

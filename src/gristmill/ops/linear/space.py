@@ -34,14 +34,19 @@ def linear(op: Op, device: Device, dtype: torch.dtype) -> Iterator[Needed]:
     yield from _linear(op, device, dtype, LAYERS, (None,))
     yield from _linear(op, device, dtype, UP, ACTIVATIONS)
     yield from _sturdy_linear(op, device, dtype)
-    for sizes, words in tabled(op, device):
-        layer, activation = (sizes["N"], sizes["K"]), next(iter({*words} & {*ACTIVATIONS}), None)
-        yield from _linear(op, device, dtype, (layer,), (activation,), (sizes["rows"],))
+    yield from _tuned_linear(op, device, dtype)
 
 
 def linear_with_pre(op: Op, device: Device, dtype: torch.dtype) -> Iterator[Needed]:
     yield from _linear(op, device, dtype, UP, ACTIVATIONS)
     yield from _sturdy_linear(op, device, dtype)
+    yield from _tuned_linear(op, device, dtype)
+
+
+def _tuned_linear(op: Op, device: Device, dtype: torch.dtype) -> Iterator[Needed]:
+    for sizes, words in tabled(op, device):
+        layer, activation = (sizes["N"], sizes["K"]), next(iter({*words} & {*ACTIVATIONS}), None)
+        yield from _linear(op, device, dtype, (layer,), (activation,), (sizes["rows"],))
 
 
 def _sturdy_linear(op: Op, device: Device, dtype: torch.dtype) -> Iterator[Needed]:
@@ -90,17 +95,24 @@ def matmul(op: Op, device: Device, dtype: torch.dtype) -> Iterator[Needed]:
         for args in _sides(rows, columns, depth, dtype):
             for problem in in_every_mode(op, device, args):
                 yield from chosen(op, problem)
-    for columns, depth in itertools.product(WIDTHS, DEPTHS):
-        for args in _sides(256, columns, depth, dtype):
+    for sizes, _ in tabled(op, device):
+        several = (sizes["batch"],) if "batch" in sizes else ()
+        for args in _sides(sizes["rows"], sizes["N"], sizes["K"], dtype, several):
+            for problem in in_every_mode(op, device, args):
+                yield from chosen(op, problem)
+    for columns, depth, stack in itertools.product(WIDTHS, DEPTHS, ((), (4,))):
+        for args in _sides(256, columns, depth, dtype, stack):
             yield from _sturdy(op, op.problem(*args, device=device))
-            several = [one.repeat(4, 1, 1) for one in args]
-            yield from _sturdy(op, op.problem(*several, device=device))
 
 
-def _sides(rows: int, columns: int, depth: int, dtype: torch.dtype) -> Iterator[Arguments]:
+def _sides(
+    rows: int, columns: int, depth: int, dtype: torch.dtype, stack: tuple[int, ...] = ()
+) -> Iterator[Arguments]:
+    """The matrices of a product, or of several side by side (`stack`): as they are, and turned."""
+
     def matrix(height: int, width: int) -> torch.Tensor:
-        return torch.empty((height, width), dtype=dtype, device="meta")
+        return torch.empty((*stack, height, width), dtype=dtype, device="meta")
 
     yield matrix(rows, depth), matrix(depth, columns)
-    yield matrix(rows, depth), matrix(columns, depth).t()
-    yield matrix(depth, rows).t(), matrix(depth, columns)
+    yield matrix(rows, depth), matrix(columns, depth).mT
+    yield matrix(depth, rows).mT, matrix(depth, columns)

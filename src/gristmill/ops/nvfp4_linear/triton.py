@@ -68,7 +68,7 @@ class TritonLinear(Variant):
                 f"for more than {_MOST_ROWS} rows it should take less time to dequantise the "
                 f"weight once than in every tile"
             )
-        return out_of_reach(self, problem, self.config(problem))
+        return out_of_reach(self, problem)
 
     def config(self, problem: Problem) -> RowsConfig:
         return at_hand(self, problem, self.configs(problem))

@@ -78,7 +78,7 @@ class TritonExperts(Variant):
                 f"for more than {_MOST_EACH} tokens an expert it should take less time to "
                 f"dequantise a matrix once than in every tile"
             )
-        return out_of_reach(self, problem, self.config(problem))
+        return out_of_reach(self, problem)
 
     def config(self, problem: Problem) -> ExpertsConfig:
         return at_hand(self, problem, self.configs(problem))
