@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 
 from gristmill.errors import ArgumentError, GristmillError, VariantUnavailable
+from gristmill.formats.nvfp4 import packing
+from gristmill.formats.nvfp4.tensor import FRAGMENTS, layout_of
 from gristmill.jit import bundle as bundles
 from gristmill.jit import cache
 from gristmill.jit.compilers import Compilable, from_text
@@ -133,8 +135,11 @@ def warmup(
     wanted = Wanted(
         ops, shapes, dtypes, every, None if recorded is None else Path(recorded), programs
     )
+    _check(wanted)
     targets = targets_of(device, arch)
     to = None if bundle is None else Path(bundle)
+    if to is not None and not to.absolute().parent.is_dir():
+        raise ArgumentError(f"warmup: there is no folder {to.absolute().parent} for the bundle")
     return run(wanted, targets, arch is None, bundle=to, workers=workers, progress=progress).done
 
 
@@ -165,6 +170,14 @@ def run(
     return report
 
 
+def _check(wanted: Wanted) -> None:
+    shaped = wanted.shapes is not None or isinstance(wanted.ops, Mapping)
+    given = {"shapes": shaped, "every": wanted.every, "recorded": wanted.recorded is not None}
+    named = [name for name, there in given.items() if there]
+    if len(named) > 1:
+        raise ArgumentError(f"warmup: give one of shapes, every and recorded, not {named}")
+
+
 def jobs_of(wanted: Wanted, target: Device, notes: list[str]) -> Jobs:
     """Each program once, with the first problem that needs it."""
     jobs: Jobs = {from_text(text): None for text in wanted.programs}
@@ -174,7 +187,7 @@ def jobs_of(wanted: Wanted, target: Device, notes: list[str]) -> Jobs:
         found = _recorded(wanted.recorded, only, target, notes)
     elif wanted.every:
         every = programs_of([OPS[name] for name in names], target, wanted.dtypes)
-        return {**jobs, **every}
+        return {**jobs, **every, **_packing(names, target, every=True)}
     elif wanted.programs and wanted.ops is None and wanted.shapes is None:
         return jobs
     else:
@@ -183,7 +196,14 @@ def jobs_of(wanted: Wanted, target: Device, notes: list[str]) -> Jobs:
         variant, config = needed.choice.variant, needed.choice.config
         for program in variant.programs(needed.problem, config):
             jobs.setdefault(program, needed)
-    return jobs
+    met = {needed.problem.op for needed in jobs.values() if needed is not None}
+    return {**jobs, **_packing(met, target, every=False)}
+
+
+def _packing(names: Iterable[str], target: Device, *, every: bool) -> Jobs:
+    """What brings NVFP4 weights into the order of the ops' kernels, where that is needed."""
+    needed = {"nvfp4_linear", "nvfp4_moe"} & set(names) and layout_of(target.arch) == FRAGMENTS
+    return dict.fromkeys(packing.programs(every)) if needed else {}
 
 
 def default_shapes(op: str) -> tuple[tuple[int, ...], ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 import gristmill
 from gristmill.cli.app import app
 from gristmill.errors import ArgumentError, KernelNotCached
+from gristmill.formats.nvfp4.packing import kernel_name
 from gristmill.jit import cache
 from gristmill.jit.bundle import Bundle
 from gristmill.jit.compilers import to_text
@@ -260,3 +262,34 @@ def test_on_a_gpu_a_second_warm_up_starts_no_process(monkeypatch: pytest.MonkeyP
     gristmill.rms_norm(x, torch.ones(4096, device="cuda", dtype=BF16))
     gristmill.softmax(x)
     assert gristmill.counters()["compiles"] == before
+
+
+@pytest.mark.parametrize(("arch", "count"), [("sm_90a", 2), ("sm_80", 2), ("sm_100a", 0)])
+def test_what_packs_nvfp4_weights_is_warmed_up_with_them(arch: str, count: int) -> None:
+    """It belongs to no op, and is needed before the first call of one."""
+    for ops, times in (({"nvfp4_linear": [(1, 4096, 4096)]}, 1), ({"rms_norm": [(1, 4096)]}, 0)):
+        jobs = jobs_of(Wanted(ops), KNOWN[arch], [])
+        assert sum(one.source == "nvfp4_pack.cu" for one in jobs) == count * times
+
+
+def test_every_kernel_that_packs_is_among_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules[warmup.__module__]  # the package has the function under its name
+    monkeypatch.setattr(module, "programs_of", lambda *_: {})
+    jobs = jobs_of(Wanted("nvfp4_moe", every=True), KNOWN["sm_90a"], [])
+    assert len(jobs) == 12
+    codes = torch.empty((1, 64, 33), dtype=torch.uint8)[..., 1:]
+    assert Program("nvfp4_pack.cu", (kernel_name("pack", codes, codes),)) in jobs
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"every": True, "shapes": [(1, 64)]}, {"recorded": "x", "every": True}],
+)
+def test_one_way_to_say_what_is_wanted(given: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match="give one of shapes, every and recorded"):
+        warmup("rms_norm", arch="sm_90a", **given)
+
+
+def test_a_folder_that_is_not_there_is_told_before_anything_is_compiled(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="there is no folder"):
+        warmup("rms_norm", arch="sm_90a", bundle=tmp_path / "no" / "x.bundle")

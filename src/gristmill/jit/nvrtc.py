@@ -77,8 +77,13 @@ def installed_version() -> str:
 
     Loading NVRTC to ask it takes 30 ms, most of what a first call with a warm cache may take.
     """
+    return _installed("nvidia-cuda-nvrtc")
+
+
+@functools.lru_cache(maxsize=1)
+def _installed(package: str) -> str:
     try:
-        major, minor, *_ = importlib.metadata.version("nvidia-cuda-nvrtc").split(".")
+        major, minor, *_ = importlib.metadata.version(package).split(".")
     except (importlib.metadata.PackageNotFoundError, ValueError):
         return ""
     return f"nvrtc {major}.{minor}"

@@ -108,7 +108,7 @@ def note_plan(op_name: str, problem: Problem, variant: str, config: Any, source:
         return  # nothing runs
     key = _key(op_name, problem, variant, config, source)
     with _LOCK:
-        known = _ROWS.get(key)
+        known = _ROWS.pop(key, None)  # what is met again is as good as new
         _ROWS[key] = ReportRow(
             op=op_name,
             problem=key[1],

@@ -8,6 +8,7 @@ rows of both halves, and only a whole matrix takes the place of itself.
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Iterator
 
@@ -219,6 +220,19 @@ def kernel_name(function: str, codes: torch.Tensor, scales: torch.Tensor) -> str
     """By the widest accesses, in bytes, that the rows allow."""
     wide = next(size for size in (16, 8, 1) if _is_aligned(codes, size))
     return f"{function}<{wide},{4 if _is_aligned(scales, 4) else 1}>"
+
+
+def programs(every: bool) -> tuple[Program, ...]:
+    """What packs and unpacks weights of aligned rows, or `every` one; for warm-ups.
+
+    They belong to no op.
+    """
+    widths = itertools.product((16, 8, 1), (4, 1)) if every else ((16, 4),)
+    return tuple(
+        Program(SOURCE, (f"{function}<{wide},{scale}>",))
+        for wide, scale in widths
+        for function in ("pack", "unpack")
+    )
 
 
 def on_gpu(codes: torch.Tensor) -> bool:
