@@ -41,6 +41,8 @@ LOCK_SECONDS = 30.0
 
 _LOCK = ".lock"
 _memory: Once[str, Binary] = Once()
+# Keys that the folder or a layer is known to have: read from there by this process, or written.
+_stored: set[str] = set()
 _tidied: Once[Path, None] = Once()
 _rejected: set[tuple[Path, str]] = set()
 
@@ -72,10 +74,12 @@ def load_or_compile(program: Compilable, arch: str) -> Binary:
 
 def is_cached(program: Compilable, arch: str) -> bool:
     """Whether folder or layers have the program. If so it is in memory now, too."""
-    binary = _kept(program, arch)
-    if binary is None:
-        return False
-    _memory.get(program.key(arch), lambda: binary)
+    key = program.key(arch)
+    if key not in _stored:
+        binary = _kept(program, arch)
+        if binary is None:
+            return False
+        _memory.get(key, lambda: binary)
     return True
 
 
@@ -136,6 +140,7 @@ def clear() -> int:
                 removed += path.suffix == entry.SUFFIX
             except OSError as error:
                 failed = failed or error
+    _stored.clear()
     if failed is not None:
         raise failed
     return removed
@@ -151,6 +156,7 @@ def encoded(program: Compilable, arch: str) -> tuple[str, bytes]:
 def forget() -> None:
     """Drop what is kept in memory, so that the next use reads folder and layers again (tests)."""
     _memory.clear()
+    _stored.clear()
     _tidied.clear()
     _rejected.clear()
     forget_layers()
@@ -162,17 +168,14 @@ def _kept(program: Compilable, arch: str) -> Binary | None:
     place = _usable_folder()
     if place is not None and (binary := _at_hand(place, program, arch)):
         counters.add("disk_hits")
-        _log_found(program, arch, place, start)
-        return binary
+        return _found(binary, program, arch, place, start)
     if found := _in_layers(program, arch):
         binary, origin = found
         counters.add("layer_hits")
-        _log_found(program, arch, origin, start)
-        return binary
+        return _found(binary, program, arch, origin, start)
     if place is not None and (binary := _in_folder(program, arch)):
         counters.add("disk_hits")
-        _log_found(program, arch, place, start)
-        return binary
+        return _found(binary, program, arch, place, start)
     return None
 
 
@@ -196,6 +199,7 @@ def _made(program: Compilable, arch: str) -> Binary:
             binary = _compile(program, arch, place)
             try:
                 write_whole(place / name, entry.encode(program, arch, binary))
+                _stored.add(program.key(arch))
             except OSError as error:
                 _warn(place, f"cannot be written to ({error.strerror})")
                 return binary
@@ -322,9 +326,11 @@ def note_compile(program: Compilable, arch: str, seconds: float, place: Path | N
     logger.info("compiled %s %s for %s in %.2f s: %s", program.source, names, arch, seconds, kept)
 
 
-def _log_found(program: Compilable, arch: str, place: Path, start: float) -> None:
+def _found(binary: Binary, program: Compilable, arch: str, place: Path, start: float) -> Binary:
     seconds, names = time.perf_counter() - start, ", ".join(program.names)
     logger.debug("found %s %s for %s in %.4f s: %s", program.source, names, arch, seconds, place)
+    _stored.add(program.key(arch))
+    return binary
 
 
 def _not_cached(program: Compilable, arch: str) -> str:
