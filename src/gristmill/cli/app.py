@@ -111,8 +111,8 @@ def explain(
 @app.command(
     epilog="Examples: `gristmill warmup` for the GPU here; "
     "`gristmill warmup rms_norm --shape 1x4096 --arch sm_90a` in an image build without one; "
-    "`gristmill warmup --all --arch sm_90a --bundle kernels.zip` for machines without a compiler; "
-    "`gristmill warmup --recorded run.jsonl --arch sm_90a --bundle kernels.zip` for one program. "
+    "`gristmill warmup --all --arch sm_90a --bundle all.bundle` for machines without a compiler; "
+    "`gristmill warmup --recorded run.jsonl --arch sm_90a --bundle my.bundle` for one program. "
     "Exit code 1 if something did not compile."
 )
 @reported

@@ -21,7 +21,7 @@ from gristmill.jit.folder import (
     why_untrusted,
     write_whole,
 )
-from gristmill.jit.layers import open_layer
+from gristmill.jit.layers import damaged_in, open_layer
 from gristmill.settings import settings
 
 
@@ -156,15 +156,7 @@ def _faults(place: Path) -> list[str]:
     if reason := why_untrusted(folder, place):
         return [f"is not used: {reason}"]
     found = [f"{path.name}: was left by a writer that was killed" for path in stale_parts(folder)]
-    for name in names_in(folder, suffix=entry.SUFFIX):
-        try:
-            content = read_file(folder, name)
-        except OSError as error:
-            found.append(f"{name}: cannot be read ({error.strerror or error})")
-            continue
-        if not bundle.is_kernel(name, content):
-            found.append(f"{name}: is damaged, or holds another kernel than its name says")
-    return found
+    return found + damaged_in(folder)
 
 
 def _about(place: Path) -> str:

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from gristmill.errors import BundleError
-from gristmill.jit import cache, entry
-from gristmill.jit.bundle import damages, is_kernel
-from gristmill.jit.folder import read_file
-from gristmill.jit.layers import open_layer
+from gristmill.jit import cache
+from gristmill.jit.bundle import damages
+from gristmill.jit.layers import damaged_in, open_layer
 from gristmill.settings import settings
 
 Report = dict[str, Any]
@@ -65,23 +64,10 @@ def _layer(path: Path) -> Report:
         return report
     report["programs"] = layer.count()
     try:
-        report["damaged"] = damages(path) if path.is_file() else _damaged_files(path / "kernels")
+        report["damaged"] = damages(path) if path.is_file() else damaged_in(path / "kernels")
     except (OSError, BundleError) as error:
         report["problem"] = str(error)
     return report
-
-
-def _damaged_files(folder: Path) -> list[str]:
-    found = []
-    for file in sorted(folder.glob(f"*{entry.SUFFIX}")):
-        try:
-            whole = is_kernel(file.name, read_file(folder, file.name))
-        except OSError as error:
-            found.append(f"{file.name}: {error.strerror or error}")
-            continue
-        if not whole:
-            found.append(f"{file.name}: holds no kernel, or another one")
-    return found
 
 
 def folder_warnings(folder: Report) -> list[str]:

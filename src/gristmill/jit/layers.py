@@ -12,8 +12,8 @@ from typing import Protocol
 
 from gristmill.errors import BundleError
 from gristmill.jit import counters, entry
-from gristmill.jit.bundle import TABLES, Bundle
-from gristmill.jit.folder import UntrustedError, read_file, why_untrusted
+from gristmill.jit.bundle import TABLES, Bundle, is_kernel
+from gristmill.jit.folder import UntrustedError, names_in, read_file, why_untrusted
 from gristmill.jit.once import Once
 from gristmill.log import warn_once
 from gristmill.settings import settings
@@ -102,6 +102,20 @@ class BundleLayer:
 
     def count(self) -> int:
         return sum(not name.startswith(TABLES) for name in self._bundle.names)
+
+
+def damaged_in(folder: Path) -> list[str]:
+    """What is wrong with the kernels in a folder, file by file."""
+    found = []
+    for name in names_in(folder, suffix=entry.SUFFIX):
+        try:
+            content = read_file(folder, name)
+        except OSError as error:
+            found.append(f"{name}: cannot be read ({error.strerror or error})")
+            continue
+        if not is_kernel(name, content):
+            found.append(f"{name}: is damaged, or holds another kernel than its name says")
+    return found
 
 
 _opened: Once[Path, Layer | str] = Once()
