@@ -124,8 +124,13 @@ def backward(
     first_class: int,
     classes: int,
     spread: Tensor | None = None,
+    *,
+    lost: bool = False,
 ) -> Pair:
-    """The gradient of the logits; `spread`: by how much lse is off that was computed on the way."""
+    """The gradient of the logits; `spread`: by how much lse is off that was computed on the way.
+
+    `lost`: without the probabilities that are below the accumulator's smallest normal number.
+    """
     classes = classes or logits.shape[-1]
     rows = rows_of(logits, target, weight, ignore_index, softcap, first_class, classes)
     lse, g = lse.double(), dloss.double()
@@ -147,6 +152,9 @@ def backward(
         slope, slope_terms = slope + dlse.double(), slope_terms + dlse.double().abs()
     exponent = rows.v - lse.unsqueeze(-1)
     p = exponent.exp()
+    if lost:
+        precise = torch.promote_types(logits.dtype, torch.float32)
+        p = p.masked_fill(p < 2 * torch.finfo(precise).tiny, 0.0)
     size = POWER + exponent.abs() + rows.off
     if spread is not None:
         size = size + spread.unsqueeze(-1)
@@ -156,14 +164,23 @@ def backward(
     value = p * slope.unsqueeze(-1) - shared - peak
     terms = size * slope_terms.unsqueeze(-1) + shared.abs() + peak.abs()
     if softcap is not None:
-        value, terms = value * (1 - (rows.v / softcap).square()), 2 * terms
+        ratio = (rows.v / softcap).abs()
+        # By how much the ratio is off: a tanh times a number, and back. In one pass it comes from
+        # the exponent of a power, which is a distance from the largest.
+        ratio_terms = 2 * ratio
+        if spread is not None and ratio.shape[-1]:
+            ratio_terms = ratio_terms + (rows.v.amax(-1, keepdim=True) - rows.v) / softcap
+        # Near the cap 1 - ratio^2 cancels: all of 2 * ratio times that is in what is left of it.
+        slope_of_cap, off = 1 - ratio.square(), 2 * ratio * ratio_terms
+        terms = (terms * slope_of_cap + value.abs() * off).nan_to_num(0.0, torch.inf)
+        value = value * slope_of_cap
     nothing = rows.ignored if dlse is None else rows.ignored & (dlse == 0)
     nothing = nothing.unsqueeze(-1)
     return value.masked_fill(nothing, 0.0), terms.masked_fill(nothing, 0.0)
 
 
-def one_pass(logits: Tensor, target: Tensor, *options: Any) -> list[Pair]:
-    """Loss, lse and the gradient for a unit gradient of the loss."""
+def one_pass(logits: Tensor, target: Tensor, *options: Any, lost: bool = False) -> list[Pair]:
+    """Loss, lse and the gradient for a unit gradient of the loss; `lost`: see `backward`."""
     weight, ignore_index, smoothing, z_loss, softcap, reduction, _ = options
     loss, lse, denominators = forward(logits, target, *options)
     rows = rows_of(logits, target, weight, ignore_index, softcap)
@@ -186,6 +203,7 @@ def one_pass(logits: Tensor, target: Tensor, *options: Any) -> list[Pair]:
         0,
         0,
         spread,
+        lost=lost,
     )
     return [loss, lse, gradient]
 

@@ -14,16 +14,33 @@ def _truth(pair: exact.Pair, dtype: torch.dtype) -> Truth:
     return Truth(value, value, terms, accumulator_of(dtype))
 
 
+def _gradient(whole: exact.Pair, lost: exact.Pair, dtype: torch.dtype) -> Truth:
+    """With or without probabilities that fp32 has no normal number for.
+
+    The kernels' powers are zero there; with a large gradient of lse their products are not.
+    """
+    (value, terms), (least, _) = whole, lost
+    low, high = torch.minimum(value, least), torch.maximum(value, least)
+    return Truth(low, high, terms, accumulator_of(dtype))
+
+
 def cross_entropy(logits: torch.Tensor, *rest: Any) -> list[Truth]:
     return [_truth(pair, logits.dtype) for pair in exact.forward(logits, *rest)]
 
 
 def cross_entropy_one_pass(logits: torch.Tensor, *rest: Any) -> list[Truth]:
-    return [_truth(pair, logits.dtype) for pair in exact.one_pass(logits, *rest)]
+    loss, lse, gradient = exact.one_pass(logits, *rest)
+    lost = exact.one_pass(logits, *rest, lost=True)[2]
+    return [
+        _truth(loss, logits.dtype),
+        _truth(lse, logits.dtype),
+        _gradient(gradient, lost, logits.dtype),
+    ]
 
 
 def cross_entropy_backward(dloss: torch.Tensor, dlse: Any, logits: Any, *rest: Any) -> list[Truth]:
-    return [_truth(exact.backward(dloss, dlse, logits, *rest), logits.dtype)]
+    args = (dloss, dlse, logits, *rest)
+    return [_gradient(exact.backward(*args), exact.backward(*args, lost=True), logits.dtype)]
 
 
 def cross_entropy_shard(logits: torch.Tensor, *rest: Any) -> list[Truth]:

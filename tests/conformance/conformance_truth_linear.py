@@ -36,31 +36,29 @@ def linear_with_pre(x: Tensor, weight: Tensor, bias: Tensor | None, activation: 
 def matmul(a: Tensor, b: Tensor) -> list[Truth]:
     value = torch.matmul(a.double(), b.double())
     terms = torch.matmul(a.double().abs(), b.double().abs())
-    return [Truth(value, value, CHAIN * terms, accumulator_of(a.dtype))]
+    ends = _composed((value, value), _may_overflow(terms, a.dtype))
+    return [Truth(value, value, CHAIN * terms, accumulator_of(a.dtype), composed_range=ends)]
 
 
 def _activated(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Truth:
     h, terms = x.double() @ weight.double().t(), x.double().abs() @ weight.double().abs().t()
     if bias is not None:
         h, terms = h + bias.double(), terms + bias.double().abs()
+    overflow = _may_overflow(terms, x.dtype)
     terms, accumulator = CHAIN * terms, accumulator_of(x.dtype)
     value = activation_of(activation, h)
     if activation is None:
-        return Truth(value, value, terms, accumulator)
+        ends = _composed((value, value), overflow)
+        return Truth(value, value, terms, accumulator, composed_range=ends)
     # Where e to the power of -h overflows nothing is left of h / (1 + that).
     lost = value.abs() < 2 * torch.finfo(accumulator).tiny * h.abs()
     ends = torch.where(lost, value.clamp(max=0), value), torch.where(lost, 0.0, value)
-    # Of infinities torch's own kernels make NaN or the limit: for -inf, and in gelu for both. And
-    # its products, rounded to 16 bits before the activation, may have become infinite.
+    # Of infinities torch's own kernels make NaN or the limit: for -inf, and in gelu for both.
     unknown = torch.zeros_like(h, dtype=torch.bool)
     if activation != "relu":
         unknown = h.isinf() if activation == "gelu" else h == -torch.inf
     low, high = (
         torch.where(unknown, sign * torch.inf, end) for sign, end in zip((-1, 1), ends, strict=True)
-    )
-    beyond = unknown | (h.abs() > 0.99 * torch.finfo(x.dtype).max)
-    composed = tuple(
-        torch.where(beyond, sign * torch.inf, end) for sign, end in zip((-1, 1), ends, strict=True)
     )
     # The argument is off by its own error, the activation by a few roundings of its own: torch
     # writes gelu with 1 + erf (or tanh), which for negative h cancels to what is left of h.
@@ -72,8 +70,23 @@ def _activated(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str |
         accumulator,
         composed_terms=_moved(activation, h, terms, x.dtype)
         + own * (unit(accumulator) / unit(x.dtype)),
-        composed_range=composed,
+        composed_range=_composed(ends, unknown | overflow),
     )
+
+
+def _may_overflow(size: Tensor, dtype: torch.dtype) -> Tensor:
+    """Where parts of a sum may not fit the dtype, however small the sum is: by its terms' sizes.
+
+    cuBLAS may round the parts of a split sum to 16 bits, as torch lets it: of one that is infinite
+    an infinity is left, of two a NaN, and of -inf a relu makes 0. And a product that is rounded to
+    16 bits before the activation may have become infinite.
+    """
+    return size.isfinite() & (size > 0.99 * torch.finfo(dtype).max)
+
+
+def _composed(ends: tuple[Tensor, Tensor], unknown: Tensor) -> tuple[Tensor, Tensor]:
+    low, high = ends
+    return torch.where(unknown, -torch.inf, low), torch.where(unknown, torch.inf, high)
 
 
 def _moved(activation: str, h: Tensor, terms: Tensor, each: torch.dtype) -> Tensor:

@@ -52,12 +52,14 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | Non
     if softcap is None:
         one, none = torch.ones_like(value), torch.zeros_like(value)
         return Logits(value, half, terms, one, none, none)
-    capped = softcap * torch.tanh(value / softcap)
+    capped, low, high = (
+        softcap * torch.tanh(one / softcap) for one in (value, value - half, value + half)
+    )
     slope = 1 - (capped / softcap).square()
     steep = 2 * capped.abs() / softcap**2 * slope
     return Logits(
-        capped,
-        half * slope,
+        (low + high) / 2,
+        (high - low) / 2,
         terms * slope + 4 * capped.abs(),
         slope,
         half * steep,
@@ -114,7 +116,10 @@ def forward(
     rows = _rows(target, class_weight, classes, ignore_index)
     lse = _lse(v.values)
     p = torch.exp(v.values - lse.unsqueeze(-1))
-    lse_half = torch.where(lse.isinf(), 0.0, (p * v.half).sum(-1))
+    # A logit next to a tie may be a whole unit of 16 bits off: its square counts in fp32. What is
+    # convex is off by more above than below.
+    first = torch.where(lse.isinf(), 0.0, (p * v.half).sum(-1))
+    lse_half = torch.where(lse.isinf(), 0.0, _lse(v.values + v.half) - lse).clamp(min=first)
     lse_terms = 1 + lse.abs() + (p * (v.terms + _size(v.values))).sum(-1)
     # The loss is a sum over classes of share * (lse - v), with shares that smoothing gives.
     shares = (1 - label_smoothing) * rows.own.unsqueeze(-1) * rows.hit
@@ -125,7 +130,7 @@ def forward(
     loss = loss.masked_fill(rows.wrong, torch.nan)
     slopes = whole.unsqueeze(-1) * p - shares
     terms = whole * lse_terms + (shares * (_size(v.values) + v.terms)).sum(-1)
-    half = (slopes.abs() * v.half).sum(-1)
+    half = (slopes.abs() * v.half).sum(-1) + whole * (lse_half - first)
     # Rows that take no part count nowhere, whatever they hold.
     loss, half, terms, lse, lse_half, lse_terms = (
         torch.where(rows.counted, one, 0.0) for one in (loss, half, terms, lse, lse_half, lse_terms)

@@ -97,7 +97,8 @@ def doubtful(
 
 def _close(values: Tensor) -> Tensor:
     gaps = values.sort(-1, descending=True).values.diff(dim=-1).abs()
-    size = values.abs().amax(-1, keepdim=True)
+    # A NaN comes first, and leaves the numbers after it as close as they are.
+    size = values.nan_to_num(0.0).abs().amax(-1, keepdim=True)
     return ((gaps > 0) & (gaps < 64 * unit(torch.float32) * (1 + size))).any(-1)
 
 

@@ -299,6 +299,91 @@ KEPT: dict[str, Plan] = {
         dloss=FP32._replace(special="inf", count=3, layout="shifted", by=14),
         shards=1,
     ),
+    # A logit next to a tie of bf16: of lse the square of what that is off by counts, too.
+    "a logit next to a tie": plan(
+        "linear_cross_entropy",
+        302727241,
+        leading=(3, 3, 1),
+        **{
+            **LINEAR_ENTROPY,
+            "classes": 45,
+            "columns": 256,
+            "x": BF16._replace(scale=3.0, layout="columns", by=5),
+            "weight": BF16._replace(count=2, by=6),
+            "class_weight": "float32",
+            "ignore_index": -2,
+            "ignored": 0.3,
+            "smoothing": 0.1,
+            "softcap": 30.0,
+        },
+    ),
+    # Near the cap its slope, 1 - tanh^2, cancels: 2.06 and 2.44 roundings by the kernels.
+    "saturated logits": plan(
+        "cross_entropy_one_pass",
+        21289920,
+        shape=(47, 1000),
+        logits=FP16._replace(scale=60.0, count=2, by=14),
+        **{
+            **ENTROPY,
+            "ignore_index": -2,
+            "ignored": 0.3,
+            "softcap": 3.0,
+            "reduction": "none",
+        },
+        weight="float16",
+        return_lse=False,
+    ),
+    "saturated logits in place": plan(
+        "cross_entropy_one_pass_",
+        5334,
+        shape=(1536,),
+        logits=FP32._replace(scale=60.0, where="rows", count=2, layout="columns", by=4),
+        **{
+            **ENTROPY,
+            "target": "int32",
+            "ignored": 0.3,
+            "smoothing": 0.1,
+            "softcap": 3.0,
+            "reduction": "sum",
+        },
+        weight="float16",
+        return_lse=False,
+    ),
+    # A probability below 2^-126 is lost; times a gradient of lse of 50 it is not that small.
+    "large gradients of lse": plan(
+        "cross_entropy_backward",
+        1000001,
+        shape=(29, 2056),
+        logits=BF16._replace(scale=60.0, count=2, layout="permuted", by=2),
+        **{**ENTROPY, "ignore_index": 3, "ignored": 1.0, "smoothing": 0.1, "reduction": "sum"},
+        weight="float16",
+        return_lse=True,
+        dlse=FP32._replace(scale=30.0, by=7),
+        dloss=FP32._replace(scale=0.001, where="rows", layout="shifted", by=13),
+        shards=1,
+    ),
+    # cuBLAS adds up parts of a sum in fp16: one was -inf, and the sum is 48129.
+    "parts of a sum that overflow, library": plan(
+        "linear_with_pre",
+        1527,
+        leading=(2, 6, 1),
+        columns=256,
+        depth=1024,
+        x=FP16._replace(scale=0.001, special="huge", where="rows", count=3, layout="every other"),
+        weight=FP16._replace(special="subnormal", where="rows", count=3, by=6),
+        bias=FP16._replace(count=3, layout="shifted", by=4),
+        activation="relu",
+    ),
+    # Biased scores as close as 1e-11 beside a NaN: which of them is first was taken for certain.
+    "NaN beside close scores": plan(
+        "topk_router",
+        779,
+        rows=7,
+        **{**ROUTER, "experts": 152, "topk": 18, "groups": (8, 3), "grid": True, "bias": "float16"},
+        logits=FP32._replace(scale=30.0, special="nan", count=2, by=11),
+        scoring="sigmoid",
+        renormalize=True,
+    ),
 }
 # Calls with one wrong argument: its position, and what comes instead.
 BAD: dict[str, tuple[Plan, int, Any]] = {
