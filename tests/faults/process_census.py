@@ -68,8 +68,12 @@ def sizes() -> Counter[str]:
 
 
 def limits() -> dict[str, int | None]:
-    """How many results each function remembers at most; None: all of them."""
-    return {one.path: _limit(one.value) for one in walk() if isinstance(one.value, _REMEMBERING)}
+    """How many results each function remembers at most; None: all of them. By its own name.
+
+    Not by where it was found: a module that imports it may be walked first.
+    """
+    found = [one.value for one in walk() if isinstance(one.value, _REMEMBERING)]
+    return {f"{one.__module__}.{one.__qualname__}": _limit(one) for one in found}
 
 
 def _limit(function: Any) -> int | None:

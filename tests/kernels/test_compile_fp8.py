@@ -78,7 +78,7 @@ def test_vectors_are_as_long_as_those_of_x() -> None:
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("arch", KNOWN)
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_kernels_compile_within_limits(arch: str) -> None:
     columns = SOME_COLUMNS if arch == "sm_90a" else FEW_COLUMNS
     _check_compiled(arch, SOURCE, MIXES["bf16"], columns, _calls)

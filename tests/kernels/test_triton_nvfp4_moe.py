@@ -42,7 +42,11 @@ SPILL_LIMIT = 16  # as in test_triton_compile.py
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 
 
-@pytest.mark.parametrize("checks", CHECKS, ids=lambda names: names[0])
+@pytest.mark.parametrize(
+    "checks",
+    [pytest.param(one, marks=[] if one is CHECKS[-1] else [pytest.mark.long]) for one in CHECKS],
+    ids=lambda names: names[0],
+)
 def test_the_interpreted_kernel_is_within_rounding_of_fp64(checks: tuple[str, ...]) -> None:
     done = subprocess.run(
         [sys.executable, str(CHILD), *checks],
