@@ -20,7 +20,7 @@ from gristmill.bench.fresh import in_fresh_process
 from gristmill.bench.report import markdown, notes
 from gristmill.bench.results import Results
 from gristmill.errors import GristmillError
-from gristmill.ops.op import Op, _FirstGradient
+from gristmill.ops.op import Op
 from gristmill.ops.registry import OPS
 from gristmill.select.chooser import ranked
 from gristmill.select.device import KNOWN
@@ -186,9 +186,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...]]]:
         return op.run(*args)
 
     for op in OPS.values():
-        if isinstance(op._function, _FirstGradient):  # will be made with the `run` of now
-            monkeypatch.setattr(op, "_function", op._function)
-        elif op._function is not None:  # made with the `run` of before
+        if op._function is not None:  # made with the `run` of before
             forward = staticmethod(lambda ctx, *args, op=op: _forward(op, ctx, args))
             monkeypatch.setattr(op._function, "forward", forward)
     monkeypatch.setattr(Op, "run", watched)

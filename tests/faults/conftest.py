@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,20 @@ def faulty_disk(tmp_path_factory: pytest.TempPathFactory) -> str:
         [compiler, "-O1", "-Wall", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True
     )
     return str(library)
+
+
+@pytest.fixture
+def impatient() -> Iterator[None]:
+    """Whoever waits for a pipe waits for ever: end that as an error of the test."""
+
+    def give_up(*_: object) -> None:
+        pytest.fail("it waits for a file")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, 20, 5)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture

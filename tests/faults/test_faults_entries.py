@@ -6,10 +6,9 @@ import hashlib
 import os
 import random
 import resource
-import signal
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,21 +19,10 @@ from gristmill.jit import cache, counters, entry, nvrtc
 from gristmill.jit.program import Program
 from gristmill.settings import reload_settings
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs files of Unix")
-
-
-@pytest.fixture(autouse=True)
-def impatient() -> Iterator[None]:
-    """Whoever waits for a pipe waits for ever: end that as an error of the test."""
-
-    def give_up(*_: object) -> None:
-        pytest.fail("it waits for a file")
-
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.setitimer(signal.ITIMER_REAL, 20, 5)
-    yield
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs files of Unix"),
+    pytest.mark.usefixtures("impatient"),
+]
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,20 +29,6 @@ def tables_of_this_test(home) -> Iterator[None]:
     reset_tables()
     yield
     reset_tables()
-
-
-@pytest.fixture
-def impatient() -> Iterator[None]:
-    """Whoever waits for a pipe waits for ever: end that as an error of the test."""
-
-    def give_up(*_: object) -> None:
-        pytest.fail("it waits for a file")
-
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.setitimer(signal.ITIMER_REAL, 20, 5)
-    yield
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture

@@ -308,7 +308,7 @@ class Op:
                 setup_context=lambda ctx, inputs, output: gradient.save(ctx, inputs, output),
                 lib=LIBRARY,
             )
-            self._function = _FirstGradient(self, gradient)
+            self._function = _function(self.name, self.run, gradient)
         self._key = _key_function(self.overload._schema)
         if self.autocast is not None:
             for key in self.autocast_keys:
@@ -366,21 +366,6 @@ def _remembering_use(gradient: Gradient) -> Gradient:
             return gradient.backward(ctx, *gradients)
 
     return Gradient(save, backward)
-
-
-class _FirstGradient:
-    """Stands for an op's autograd function until it is first applied.
-
-    To make all of them takes 10 ms, which every import would wait for.
-    """
-
-    def __init__(self, op: Op, gradient: Gradient) -> None:
-        self._op, self._gradient = op, gradient
-
-    def apply(self, *args: Any) -> Any:
-        op = self._op
-        op._function = _function(op.name, op.run, self._gradient)
-        return op._function.apply(*args)
 
 
 def _function(name: str, run: Plan, gradient: Gradient) -> Any:
