@@ -132,7 +132,10 @@ def test_a_suite_is_a_family(suite: str) -> None:
 
 def test_every_suite_has_a_summary_and_every_task_a_suite() -> None:
     assert tuple(FAMILIES) == KERNEL_SUITES
-    assert list(SUITES) == [*KERNEL_SUITES, "host", "cold_start", "regret", "choice"]
+    assert list(SUITES) == [
+        *KERNEL_SUITES,
+        *("host", "cold_start", "regret", "choice", "vllm", "transformers"),
+    ]
     assert all(suite.summary for suite in SUITES.values())
 
 

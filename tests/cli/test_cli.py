@@ -187,6 +187,18 @@ def test_explain_takes_every_op_and_more_leading_dims(run: Run, op: str) -> None
     assert found["chosen"].startswith("cuda_")
 
 
+@pytest.mark.parametrize("op", ["softmax", "log_softmax_backward"])
+def test_explain_takes_a_word_where_the_op_has_an_int(run: Run, op: str) -> None:
+    words = f"explain {op} --shape 8x64x64 --arch sm_90a --set causal="
+    for causal, flags in (("bottom_right", ["causal"]), ("none", [])):
+        result = run(words + causal + " --json")
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout)["flags"] == flags
+    result = run(words + "upper")
+    assert result.exit_code == 2
+    assert f"{op}: causal must be None, 'top_left' or 'bottom_right', got 'upper'" in result.output
+
+
 def test_explain_as_text_names_the_choice(run: Run) -> None:
     result = run("explain add_rms_norm --arch sm_90a")
     assert result.exit_code == 0

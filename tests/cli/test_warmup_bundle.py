@@ -24,9 +24,10 @@ from gristmill.jit.program import Program
 from gristmill.ops.registry import OPS
 from gristmill.select.chooser import ranked
 from gristmill.select.device import KNOWN
-from gristmill.select.record import described
+from gristmill.select.record import described, read_recording
 from gristmill.select.tables import reset_tables, user_table_path
 from gristmill.settings import reload_settings
+from gristmill.tune.jobs import plan_by_recording
 from gristmill.warmup import Wanted, jobs_of, warmup
 
 pytest.importorskip("cuda.bindings.nvrtc")
@@ -124,6 +125,32 @@ def test_a_recording_of_another_gpu_is_warmed_up_for_without_one(tmp_path: Path,
     assert "mine is no op of gristmill's" in result.output
     for program in programs("scale_gradient_", *calls):
         assert cache.is_cached(program, "sm_90a")
+
+
+def test_a_recorded_call_with_the_arguments_of_another_version_is_told(tmp_path: Path) -> None:
+    """Those of softmax were x, scale, mask, causal once, and of its gradient dy, y, scale, causal:
+    as an int, 1.0 would be a causal limit."""
+    x = torch.empty(4, 64, dtype=BF16)
+    mask = torch.ones(4, 64, dtype=torch.bool)
+    calls: dict[str, tuple[str, tuple[Any, ...]]] = {
+        "plain": ("softmax", (x, 1.0, None, None)),
+        "causal": ("softmax", (x, 1.0, None, "top_left")),
+        "masked": ("log_softmax", (x, 1.0, mask, None)),
+        "gradient": ("softmax_backward", (x, x, 1.0, None)),
+        "causal gradient": ("softmax_backward", (x, x, 1.0, "top_left")),
+    }
+    lines = [
+        {"op": op, "key": key, "device": "cpu", "arguments": described(args)}
+        for key, (op, args) in calls.items()
+    ]
+    recording = tmp_path / "old.jsonl"
+    recording.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    notes: list[str] = []
+    assert jobs_of(Wanted(recorded=recording), H200, notes) == {}
+    assert [note.partition(": ")[0] for note in notes] == list(calls)
+    assert all("the recorded call does not fit" in note for note in notes)
+    plan = plan_by_recording(read_recording(recording), H200)
+    assert (plan.jobs, plan.notes) == ([], notes)
 
 
 def test_a_whole_model_in_one_call() -> None:

@@ -120,10 +120,8 @@ class Family:
         with torch.random.fork_rng(devices=[torch.device(device)] if cuda else []):
             torch.manual_seed(20)
             shape, dtype = (rows, *self.dims), dtype_of(self.dtype)
-            example = self.op.example_for(target, shape, dtype, device)
-        names = [argument.name for argument in self.op.overload._schema.arguments]
-        named = dict(zip(names, example, strict=True))
-        return tuple({**named, **dict(KINDS[self.name].options)}.values())
+            options = dict(KINDS[self.name].options)
+            return self.op.example_with(options, shape, dtype, device, target)
 
     def problem(self, rows: int) -> dict[str, Any]:
         """The keys of a row of results that say which problem it is about."""

@@ -24,10 +24,11 @@ def arguments(task: Task, device: torch.device) -> Arguments:
     """The op's positional arguments for this task; the same numbers on every run."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(20)
-        example = OPS[task.op].example(task.shape, dtype_of(task.dtype), device)
-        named = {**dict(zip(_names(task), example, strict=True)), **task.kind.options}
+        op, options = OPS[task.op], task.kind.options
+        example = op.example_with(options, task.shape, dtype_of(task.dtype), device)
+        named = dict(zip(_names(task), example, strict=True))
         if task.name == "softmax_causal_bwd":
-            named["y"] = OPS["softmax"].reference(named["y"].log(), 1.0, None, named["causal"])
+            named["y"] = OPS["softmax"].reference(named["y"].log(), named["causal"], 1.0, None)
         if task.name == "cross_entropy_bwd":
             named.update(_row_losses(named["logits"], named["target"]))
         if task.name == "topk_router_grouped":

@@ -10,7 +10,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gristmill.bench import cold_start_report, expert_report, product_report
+from gristmill.bench import (
+    cold_start_report,
+    expert_report,
+    hugging_face_report,
+    product_report,
+    serving_report,
+)
 from gristmill.bench.product_report import TIE, Grid, against, percent
 from gristmill.bench.regret_report import remarks, sections
 from gristmill.bench.results import (
@@ -25,7 +31,10 @@ from gristmill.bench.results import (
 from gristmill.bench.results import problems as by_problem
 
 # Columns of words; those of numbers are flush on the right.
-LEFT = {"variant", "cache", "problem", "worst problem", "source", "picked", "best", "what"}
+LEFT = {
+    *("variant", "cache", "problem", "worst problem", "source", "picked", "best", "what"),
+    serving_report.VARIANTS,
+}
 CPU_NOTE = "On a CPU these times say nothing about a GPU: only the ratios mean anything."
 
 
@@ -67,6 +76,8 @@ def markdown(results: Results) -> str:
     parts = [f"# {meta.get('gpu', 'unknown device')}, {meta.get('date', '')}", known]
     if meta.get("method"):
         parts.append(f"Method: {meta['method']}.")
+    for suite, method in meta.get("methods", {}).items():
+        parts.append(f"Method of {suite}: {method}.")
     if meta.get("copy_tb_per_s"):
         parts.append(f"Largest copy measured in this run: {meta['copy_tb_per_s']:.2f} TB/s.")
     if _has_roof(results):
@@ -229,7 +240,7 @@ def _other_tables(rows: list[Row]) -> list[tuple[str, Grid]]:
         tables.append(("host: µs of host time per eager call", (header, body)))
     if (starts := cold_start_report.table(rows)) is not None:
         tables.append(starts)
-    return tables
+    return tables + serving_report.tables(rows) + hugging_face_report.tables(rows)
 
 
 def _rich(grid: Grid, title: str, *, ours: int) -> Table:

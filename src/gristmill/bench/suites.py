@@ -264,6 +264,8 @@ SUITES = {
         Suite("cold_start", "seconds until all is ready: an empty cache, a warm one, a bundle"),
         Suite("regret", "how far the picked kernel is from the best there is"),
         Suite("choice", "host time of choosing: lookup, first choice, first-call tuning"),
+        Suite("vllm", "ms per decode step in vLLM: bf16, NVFP4 by Marlin and by gristmill"),
+        Suite("transformers", "Hugging Face models, patched or not: training, loss, generation"),
     )
 }
 KERNEL_SUITES = tuple(dict.fromkeys(kind.suite for kind in KINDS.values()))

@@ -366,7 +366,9 @@ def _listed(text: str | None) -> list[str]:
     "`gristmill bench --op softmax_causal --shape 16x4096x4096`; "
     "`gristmill bench nvfp4_linear --layers llama3_8b,8192x8192 --rows 1,16,64`; "
     "`gristmill bench nvfp4_moe --models deepseek-v3 --rows 1,32,1024 --routing uniform`; "
-    "`gristmill bench host start`"
+    "`gristmill bench vllm --models llama-8b --batches 1,16 --impls bf16,nvfp4_gristmill_norms`; "
+    "`gristmill bench transformers --op training --impls eager,patched`; "
+    "`gristmill bench host cold_start`"
 )
 @reported
 def bench(
@@ -374,8 +376,9 @@ def bench(
         list[str] | None,
         typer.Argument(
             help="Kernel time: rms_norm, layer_norm, softmax, cross_entropy, linear, nvfp4_linear, "
-            "nvfp4_moe, moe, topk_router (by default these); host time: host; first calls: start; "
-            "how good choices are: regret; what choosing costs: choice; or all.",
+            "nvfp4_moe, moe, topk_router (by default these); host time: host; seconds until all is "
+            "ready: cold_start; how good choices are: regret; what choosing costs: choice; whole "
+            "models: vllm, transformers; or all.",
             show_default=False,
         ),
     ] = None,
@@ -385,7 +388,8 @@ def bench(
         typer.Option(
             "--op",
             help="Only this of the suites' tasks: rms_norm, rms_norm_bwd, softmax_causal, "
-            "cross_entropy_fwd_bwd, ... May be repeated.",
+            "cross_entropy_fwd_bwd, ...; of transformers training, loss, generation. May be "
+            "repeated.",
         ),
     ] = None,
     shape: Shapes = None,
@@ -405,7 +409,7 @@ def bench(
         str | None,
         typer.Option(
             help="Only the experts of these models: qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, "
-            "gpt-oss-120b, tiny; by commas."
+            "gpt-oss-120b, tiny; of vllm llama-8b, qwen3-30b-a3b, tiny; by commas."
         ),
     ] = None,
     routing: Annotated[
@@ -413,6 +417,17 @@ def bench(
         typer.Option(
             help="Only experts whose tokens are spread like this: uniform, or skewed (half of all "
             "slots with four experts); by commas."
+        ),
+    ] = None,
+    batches: Annotated[
+        str | None,
+        typer.Option(help="Of vllm: how many sequences decode at once; by default 1,16,64."),
+    ] = None,
+    impls: Annotated[
+        str | None,
+        typer.Option(
+            help="Of vllm and transformers: only these rows, such as bf16,nvfp4_marlin or "
+            "eager,patched; by commas."
         ),
     ] = None,
     peers: Annotated[
@@ -455,6 +470,8 @@ def bench(
             rows=_listed(rows),
             models=_listed(models),
             routings=_listed(routing),
+            batches=_listed(batches),
+            implementations=_listed(impls),
             peers=None if peers is None else _listed(peers),
             samples=samples,
             device=device,

@@ -10,12 +10,22 @@ import torch
 import typer
 from rich.console import Console
 
-from gristmill.bench import choice, cold_start, families, host, matrix, regret, runner
+from gristmill.bench import (
+    choice,
+    cold_start,
+    families,
+    host,
+    matrix,
+    regret,
+    runner,
+    serving_suites,
+)
 from gristmill.bench.environment import describe
+from gristmill.bench.expert_models import KNOWN as EXPERTS
 from gristmill.bench.peers import Peer, choose
 from gristmill.bench.progress import progress
 from gristmill.bench.report import markdown, print_results
-from gristmill.bench.results import OURS, Results, load
+from gristmill.bench.results import OURS, Results, Row, load
 from gristmill.bench.suites import KERNEL_SUITES, SUITES, Shape, Task, known, layers_of, tasks
 from gristmill.cli.common import FAILURE, console, parse_dtype, parse_shape, torch_device
 from gristmill.errors import ArgumentError
@@ -37,6 +47,8 @@ class Options:
     rows: Sequence[str]
     models: Sequence[str]
     routings: Sequence[str]
+    batches: Sequence[str]
+    implementations: Sequence[str]
     peers: Sequence[str] | None
     samples: int | None
     device: str | None
@@ -55,8 +67,13 @@ def run(options: Options) -> None:
     results = _measured(options, out) if options.read is None else load(options.read)
     print_results(results, out)
     _write(results, options, out)
-    if any(row["impl"] == OURS for row in results.failures()):
+    if any(_is_ours(row) for row in results.failures()):
         raise typer.Exit(FAILURE)
+
+
+def _is_ours(row: Row) -> bool:
+    """Rows of whole models say it themselves: gristmill may have a part in several of them."""
+    return bool(row.get("ours", row["impl"] == OURS))
 
 
 def _measured(options: Options, out: Console) -> Results:
@@ -67,33 +84,51 @@ def _measured(options: Options, out: Console) -> Results:
     kernels = [suite for suite in suites if suite in KERNEL_SUITES]
     device = torch_device(options.device)
     dtypes = [parse_dtype(dtype) for dtype in options.dtypes]
+    whole = serving_suites.choose(suites, options.suites, device, _filters(options))
+    names = [name for name in options.ops if name not in whole.ops]
+    models = [name for name in options.models if name in EXPERTS or name not in whole.models]
     found, notes = tasks(
         device.type,
         suites=kernels or KERNEL_SUITES,
         quick=options.quick,
-        names=options.ops,
+        names=names,
         shapes=[_rows(shape) for shape in options.shapes],
         dtypes=dtypes,
         layers=[layer for text in options.layers for layer in layers_of(text)],
         rows=[_size(text) for text in options.rows],
-        models=options.models,
+        models=models,
         routings=options.routings,
     )
     peers: list[Peer] = []
     missing: dict[str, str] = {}
-    if kernels:  # the other suites compare with torch alone
-        names = {task.name for task in found}
-        peers, missing = choose(options.peers or (), device, names)
+    # Names that only whole models have leave nothing for the other suites.
+    others = bool(names) >= bool(options.ops) and bool(models) >= bool(options.models)
+    if kernels and others:  # the other suites compare with torch alone
+        peers, missing = choose(options.peers or (), device, {task.name for task in found})
     else:
         found, notes = [], []
-    points, grids = _regret_problems(suites, bool(kernels), device, options, dtypes)
+    if others:
+        points, grids = _regret_problems(suites, bool(kernels), device, options, names, dtypes)
+    else:
+        points, grids = [], []
     meta = {**describe(device, peers), "suites": suites, "missing_peers": missing, "notes": notes}
     results = Results(meta, path=options.json)
     against = ", ".join(peer.name for peer in peers)
     out.print(f"{meta['gpu']}, torch {meta['torch']}" + (f"; peers: {against}" if against else ""))
     _measure(suites, found, peers, device, results, options, dtypes, out)
     _measure_regret(points, grids, device, results, options, out)
+    serving_suites.run(whole, device, results, out, samples=options.samples, quick=options.quick)
     return results
+
+
+def _filters(options: Options) -> serving_suites.Filters:
+    return serving_suites.Filters(
+        ops=options.ops,
+        models=options.models,
+        implementations=options.implementations,
+        batches=[_size(text, "sequences") for text in options.batches],
+        quick=options.quick,
+    )
 
 
 def _measure(
@@ -130,12 +165,12 @@ def _regret_problems(
     beside_others: bool,
     device: torch.device,
     options: Options,
+    names: Sequence[str],
     dtypes: Sequence[str],
 ) -> tuple[list[families.Point], list[matrix.Matrix]]:
     """What the suite `regret` is to measure; shapes given by hand leave out the matrices."""
     if "regret" not in suites:
         return [], []
-    names = options.ops
     if beside_others and names:  # which may know more ops
         names = [name for name in names if name in families.KINDS]
         if not names:
@@ -218,7 +253,7 @@ def _rows(text: str) -> Shape:
     return shape
 
 
-def _size(text: str) -> int:
+def _size(text: str, what: str = "rows") -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise ArgumentError(f"{text!r} is no number of rows: write one such as 64")
+        raise ArgumentError(f"{text!r} is no number of {what}: write one such as 64")
     return int(text)

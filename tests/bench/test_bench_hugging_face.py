@@ -1,0 +1,174 @@
+"""The suite `transformers`: on a CPU with a tiny model, and what its answers become."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from gristmill.bench import hugging_face, hugging_face_child
+from gristmill.bench.hugging_face import CASES, Case
+from gristmill.bench.hugging_face_report import tables
+from gristmill.bench.results import Results
+from gristmill.cli.app import app
+from gristmill.errors import GristmillError
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CASE = {(case.op, case.impl): case for case in CASES}
+
+
+def measured(op: str, impl: str) -> dict[str, Any]:
+    """As the child does it, in this process."""
+    pytest.importorskip("transformers")
+    spec = hugging_face.spec(CASE[op, impl], CPU, 2)
+    return hugging_face_child.measure(json.loads(json.dumps(spec)))
+
+
+@pytest.mark.parametrize("impl", ["patched", "patched_linear_cross_entropy"])
+def test_training_tracks_the_model_as_it_is(impl: str) -> None:
+    eager = measured("training", "eager")
+    assert eager["losses"][0] > eager["losses"][-1] > 0  # it learns
+    ours = measured("training", impl)
+    row = hugging_face.row_of(CASE["training", impl], CPU, ours, eager["losses"])
+    assert row["error"] is None
+    assert row["loss_off"] < 0.001
+    assert row["replaced"] == 6  # five norms and the loss
+    assert row["ms"] > 0
+    assert "peak_gib" not in row
+    assert any(name.startswith("rms_norm:") for name in row["choices"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("impl", ["compiled", "patched_compiled", "patched_compiled_inline"])
+def test_compiled_training_tracks_the_model_as_it_is(impl: str) -> None:
+    eager, ours = measured("training", "eager"), measured("training", impl)
+    row = hugging_face.row_of(CASE["training", impl], CPU, ours, eager["losses"])
+    assert (row["error"], row["graph_breaks"]) == (None, 0)
+
+
+def test_all_losses_are_one() -> None:
+    losses = {
+        impl: measured("loss", impl)["losses"]
+        for impl in ("eager", "cross_entropy", "linear_cross_entropy")
+    }
+    assert losses["cross_entropy"] == pytest.approx(losses["eager"], rel=1e-4)
+    assert losses["linear_cross_entropy"] == pytest.approx(losses["eager"], rel=1e-4)
+
+
+def test_generation_with_nvfp4_weights() -> None:
+    row = measured("generation", "nvfp4_norms")
+    assert row["replaced"] == 14 + 5
+    assert any(name.startswith("nvfp4_linear:") for name in row["choices"])
+    assert row["ms"] > 0
+    assert row["steady_ms"] > 0
+
+
+def test_a_patch_that_leaves_what_the_row_is_about_is_an_error() -> None:
+    pytest.importorskip("transformers")
+    case = Case("generation", "x", {"norms": True, "loss": None}, needs=("lm_head",))
+    with pytest.raises(RuntimeError, match=r"left lm_head as it was"):
+        hugging_face_child.measure(hugging_face.spec(case, CPU, 1))
+
+
+def test_a_child_tells_its_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    spec = {**hugging_face.spec(CASE["loss", "eager"], CPU, 1), "loss": "none of these"}
+    pytest.importorskip("transformers")
+    hugging_face_child.main([json.dumps(spec)], {})
+    assert json.loads(capsys.readouterr().out) == {"error": "KeyError: 'none of these'"}
+
+
+@pytest.mark.parametrize("losses", [[6.0, 5.0], [6.0, float("nan")]])
+def test_a_loss_that_strays_is_an_error(losses: list[float]) -> None:
+    case = CASE["training", "patched"]
+    row = hugging_face.row_of(case, CUDA, {"ms": 1.0, "losses": losses}, [6.0, 5.9])
+    assert "losses are off" in row["error"]
+    assert hugging_face.row_of(case, CUDA, {"losses": losses}, None)["error"] is None
+
+
+def test_rows_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: dict[str, Any] = {
+        "eager": {"ms": 220.0, "peak_gib": 40.0, "losses": [12.0, 11.0]},
+        "patched": {"ms": 200.0, "peak_gib": 30.0, "losses": [12.0, 11.011]},
+        "compiled": GristmillError("compiled gave no answer"),
+    }
+
+    def child(module: str, words: Any, environment: Any, what: str) -> dict[str, Any]:
+        assert environment == {"HF_HUB_OFFLINE": "1"}
+        assert json.loads(words[0])["sizes"]["layers"] == 4
+        said = answers[what.removeprefix("training, ")]
+        if isinstance(said, GristmillError):
+            raise said
+        return dict(said)
+
+    monkeypatch.setattr(hugging_face, "in_fresh_process", child)
+    monkeypatch.setattr(hugging_face, "missing", lambda: None)
+    results = Results({})
+    chosen = hugging_face.cases(["training"], list(answers))
+    hugging_face.run(CUDA, results, lambda text: None, chosen)
+    ((title, (header, body)),) = tables(results.rows)
+    assert title == "transformers, training step (4 layers, 4x2048)"
+    lines = {line[0]: dict(zip(header, line, strict=True)) for line in body}
+    assert lines["patched"]["ms"] == "200"
+    assert (lines["patched"]["vs eager"], lines["patched"]["of eager's"]) == ("1.10x", "0.75")
+    assert lines["patched"]["off eager's"] == "0.100%"
+    assert lines["compiled"]["ms"] == "failed"
+    assert lines["patched"]["vs compiled"] == ""
+
+
+def test_generation_and_loss_as_tables() -> None:
+    said = {
+        ("loss", "eager"): {"ms": 30.0, "peak_gib": 12.0},
+        ("loss", "linear_cross_entropy"): {"ms": 33.0, "peak_gib": 3.0},
+        ("generation", "bf16"): {"ms": 5.0, "steady_ms": 4.0},
+        ("generation", "nvfp4_norms"): {"ms": 2.5, "steady_ms": 1.6},
+    }
+    rows = [hugging_face.row_of(CASE[key], CUDA, value, None) for key, value in said.items()]
+    found = {title: body for title, (_, body) in tables(rows)}
+    loss = found["transformers, head and loss, forward and backward (4x2048)"]
+    assert loss[1][:5] == ["linear_cross_entropy", "33.0", "0.91x", "3.00", "0.25"]
+    generation = found["transformers, generation, batch 1 (32 layers, 128 tokens)"]
+    assert generation[1][:5] == ["nvfp4_norms", "2.50", "2.00x", "1.60", "2.50x"]
+
+
+def test_rows_can_be_chosen() -> None:
+    assert [case.impl for case in hugging_face.cases(["generation"], ["nvfp4"])] == ["nvfp4"]
+    assert len(hugging_face.cases()) == len(CASES)
+    quick = hugging_face.cases(quick=True)
+    assert {case.op for case in quick} == set(hugging_face.OPS)
+    assert not any(case.compiled for case in quick)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--op", "trainin"], "did you mean training?"),
+        (["--impls", "patchd"], "did you mean patched?"),
+        (["--op", "loss", "--impls", "patched"], "unknown implementation 'patched'"),
+    ],
+)
+def test_mistakes_are_told(words: list[str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hugging_face, "missing", lambda: None)
+    done = CliRunner().invoke(app, ["bench", "transformers", "--device", "cpu", *words])
+    assert done.exit_code == 2
+    assert says in done.output
+
+
+def test_without_transformers_there_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hugging_face.importlib.util, "find_spec", lambda name: None)
+    done = CliRunner().invoke(app, ["bench", "transformers", "--device", "cpu"])
+    assert done.exit_code == 2
+    assert "pip install" in done.output
+
+
+@pytest.mark.long
+def test_the_whole_command_on_a_cpu(tmp_path: Any) -> None:
+    pytest.importorskip("transformers")
+    words = ["transformers", "--op", "loss", "--device", "cpu", "--samples", "1"]
+    done = CliRunner().invoke(app, ["bench", *words, "--output", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert [row["impl"] for row in rows] == ["eager", "cross_entropy", "linear_cross_entropy"]
+    assert all(row["error"] is None and row["loss_off"] < 1e-3 for row in rows[1:])
