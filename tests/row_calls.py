@@ -195,8 +195,8 @@ def _softmaxes() -> list[RowCall]:
     for name in ("softmax", "log_softmax"):
         calls += [
             RowCall(name, (0,), (0,), _example(name, scale=0.3)),
-            RowCall(name, (0, 2), (0,), _example(name, mask=_mask(torch.bool)), "bool mask"),
-            RowCall(name, (0, 2), (0,), _example(name, mask=_mask(torch.float32)), "mask"),
+            RowCall(name, (0, 3), (0,), _example(name, mask=_mask(torch.bool)), "bool mask"),
+            RowCall(name, (0, 3), (0,), _example(name, mask=_mask(torch.float32)), "mask"),
             RowCall(f"{name}_backward", (0, 1), (0,), _example(f"{name}_backward")),
         ]
     return calls

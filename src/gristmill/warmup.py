@@ -277,9 +277,18 @@ def _recorded(
             notes.append(f"{one.key}: {one.op} is no op of gristmill's; its kernels are its own")
             continue
         try:
-            problem = op.problem(*rebuilt(one, "meta", {}), device=target)
+            args = rebuilt(one, "meta", {})
+            op.check(*args)  # another version may have had other arguments
+            problem = op.problem(*args, device=target)
             yield Needed(problem, next(choices(op.name, op.variants, problem)))
-        except (GristmillError, RuntimeError, ValueError, TypeError, KeyError) as error:
+        except (
+            GristmillError,
+            RuntimeError,
+            ValueError,
+            TypeError,
+            LookupError,
+            AttributeError,
+        ) as error:
             notes.append(f"{one.key}: the recorded call does not fit {one.op}: {error!r}")
 
 

@@ -9,6 +9,7 @@ from conformance_truth_core import Truth, accumulator_of
 
 Tensor = torch.Tensor
 NONE = float("-inf")
+BOTTOM_RIGHT = 2  # 1 is "top_left", 0 no limit
 
 # What a power is off by, in half units of the last place, before anything else happens: the
 # hardware's own is good to two units (`exp2_fast` in machine.cuh).
@@ -28,8 +29,8 @@ class LogTruth(Truth):
         return truth.roundings(actual.masked_fill(none, 0.0), composed=composed)
 
 
-def softmax(x: Tensor, scale: float, mask: Tensor | None, causal: str | None) -> list[Truth]:
-    values, rounded = _values(x, scale, mask, causal)
+def softmax(x: Tensor, causal: int, scale: float, mask: Tensor | None) -> list[Truth]:
+    values, rounded = _values(x, causal, scale, mask)
     nobody, distance, total = _row(values)
     p = (distance.exp() / total).masked_fill(nobody, 0.0)
     # An exponent that is off by so much makes the power off by that share of it.
@@ -41,8 +42,8 @@ def softmax(x: Tensor, scale: float, mask: Tensor | None, causal: str | None) ->
     return [Truth(low, high, terms, accumulator)]
 
 
-def log_softmax(x: Tensor, scale: float, mask: Tensor | None, causal: str | None) -> list[Truth]:
-    values, rounded = _values(x, scale, mask, causal)
+def log_softmax(x: Tensor, causal: int, scale: float, mask: Tensor | None) -> list[Truth]:
+    values, rounded = _values(x, causal, scale, mask)
     nobody, distance, total = _row(values)
     logs = (distance - total.log()).masked_fill(nobody, NONE)
     terms = POWER + _finite(distance).abs() + rounded + total.log().masked_fill(nobody, 0.0)
@@ -50,7 +51,7 @@ def log_softmax(x: Tensor, scale: float, mask: Tensor | None, causal: str | None
     return [LogTruth(low, high, terms, accumulator_of(x.dtype))]
 
 
-def softmax_backward(dy: Tensor, y: Tensor, scale: float, causal: str | None) -> list[Truth]:
+def softmax_backward(dy: Tensor, y: Tensor, causal: int, scale: float) -> list[Truth]:
     seen = _seen(y, causal)
     d, p = (torch.where(seen, one.double(), 0.0) for one in (dy, y))
     products = d * p
@@ -60,7 +61,7 @@ def softmax_backward(dy: Tensor, y: Tensor, scale: float, causal: str | None) ->
     return [Truth(low, high, terms, accumulator_of(y.dtype))]
 
 
-def log_softmax_backward(dy: Tensor, y: Tensor, scale: float, causal: str | None) -> list[Truth]:
+def log_softmax_backward(dy: Tensor, y: Tensor, causal: int, scale: float) -> list[Truth]:
     logs = torch.where(_seen(y, causal), y.double(), NONE)
     none = logs == NONE
     d = dy.double().masked_fill(none, 0.0)
@@ -76,9 +77,7 @@ def log_softmax_backward(dy: Tensor, y: Tensor, scale: float, causal: str | None
     return [Truth(low, high, terms.masked_fill(none, 0.0), accumulator)]
 
 
-def _values(
-    x: Tensor, scale: float, mask: Tensor | None, causal: str | None
-) -> tuple[Tensor, Tensor]:
+def _values(x: Tensor, causal: int, scale: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """What the softmax is of, and the size of what was rounded when that was put together."""
     values = x.double() * scale
     sizes = torch.zeros_like(values) if scale == 1.0 else values.abs()
@@ -87,7 +86,7 @@ def _values(
         values = values + mask.double()
     elif mask is not None:
         values = torch.where(mask, values, NONE)
-    if causal is not None:
+    if causal:
         values = torch.where(_seen(x, causal), values, NONE)
     sizes = sizes.masked_fill(values == NONE, 0.0)
     if sizes.shape[-1] == 0:
@@ -95,13 +94,13 @@ def _values(
     return values, sizes + sizes.amax(-1, keepdim=True)
 
 
-def _seen(x: Tensor, causal: str | None) -> Tensor:
+def _seen(x: Tensor, causal: int) -> Tensor:
     """What is within the causal limit: the rest is never read."""
-    if causal is None:
+    if not causal:
         return torch.ones((), dtype=torch.bool, device=x.device)
     queries, keys = x.shape[-2:]
     seen = torch.ones(queries, keys, dtype=torch.bool, device=x.device)
-    return seen.tril(keys - queries if causal == "bottom_right" else 0)
+    return seen.tril(keys - queries if causal == BOTTOM_RIGHT else 0)
 
 
 def _known(low: Tensor, high: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:

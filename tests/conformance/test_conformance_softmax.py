@@ -55,8 +55,8 @@ def test_nan_and_infinity_give_what_torch_gives(name: str, columns: int, device:
     x[5, :] = float("nan")
     expected = theirs(x.double(), -1)
     op = OPS[name]
-    for variant in supporting(op, (x, 1.0, None, None)):
-        y = run_by(op, variant.name, (x, 1.0, None, None))
+    for variant in supporting(op, (x, 0, 1.0, None)):
+        y = run_by(op, variant.name, (x, 0, 1.0, None))
         torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-6, equal_nan=True)
     assert torch.equal(own(x).isnan(), expected.isnan())
 
@@ -331,9 +331,9 @@ def test_autocast_turns_what_is_narrow_into_fp32() -> None:
         adapt = OPS[name].autocast
         assert adapt is not None
         for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-            x, *rest = adapt(torch.randn(2, 3).to(dtype), 0.5, None, None)
+            x, *rest = adapt(torch.randn(2, 3).to(dtype), 2, 0.5, None)
             assert x.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-            assert rest == [0.5, None, None]
+            assert rest == [2, 0.5, None]
 
 
 def test_a_gradient_that_is_differentiated_says_so() -> None:
@@ -406,6 +406,8 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
         "causal must be None, 'top_left' or 'bottom_right', got 'upper'",
         {"causal": "upper"},
     ),
+    "causal is the op's int": (ValueError, "causal must be None, .* got 1", {"causal": 1}),
+    "causal is a list": (ValueError, r"causal must be None, .* got \[\]", {"causal": []}),
     "causal is a bool": (ValueError, "causal must be None, .* got True", {"causal": True}),
     "causal along another dim": (
         ValueError,
@@ -459,17 +461,40 @@ def test_causal_needs_two_dims(name: str) -> None:
         PAIRS[name][0](torch.randn(8), causal="top_left")
 
 
+@over_pairs
+def test_the_ops_have_ints_for_words(name: str) -> None:
+    """Early ones, which DTensor's cache of sharding rules tells apart; `explain` takes either."""
+    function, overload = PAIRS[name][0], OPS[name].overload
+    x = torch.randn(3, 6, 9)
+    for code, word in enumerate((None, "top_left", "bottom_right")):
+        assert torch.equal(overload(x, code), function(x, causal=word))
+        assert str(gristmill.explain(name, x, code)) == str(gristmill.explain(name, x, causal=word))
+    for bad in (3, -1):
+        with pytest.raises(
+            gristmill.errors.ArgumentError,
+            match=rf"{name}: causal must be one of 0 \(None\), 1 \('top_left'\), .* got {bad}",
+        ):
+            overload(x, bad)
+
+
+@over_pairs
+def test_an_unknown_word_is_told_while_compiling(name: str) -> None:
+    compiled = torch.compile(PAIRS[name][0], backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"causal must be None, .* got 'upper'"):
+        compiled(torch.randn(3, 5), causal="upper")
+
+
 @pytest.mark.parametrize("name", ["softmax_backward", "log_softmax_backward"])
 def test_bad_gradients(name: str) -> None:
     op, y = OPS[name], torch.softmax(torch.randn(3, 8), -1)
     with pytest.raises(ValueError, match=f"{name}: dy must have the shape of y"):
-        op.run(y[:, :4], y, 1.0, None)
+        op.run(y[:, :4], y, 0, 1.0)
     with pytest.raises(TypeError, match=f"{name}: dy must have dtype"):
-        op.run(y.int(), y, 1.0, None)
+        op.run(y.int(), y, 0, 1.0)
     with pytest.raises(ValueError, match=f"{name}: scale must be finite"):
-        op.run(y, y, float("inf"), None)
-    with pytest.raises(ValueError, match=f"{name}: causal must be"):
-        op.run(y, y, 1.0, "left")
+        op.run(y, y, 0, float("inf"))
+    with pytest.raises(ValueError, match=f"{name}: causal must be None, 'top_left' or"):
+        op.run(y, y, "left", 1.0)
 
 
 @pytest.mark.parametrize("causal", [None, "top_left"])

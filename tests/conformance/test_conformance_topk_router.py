@@ -279,6 +279,21 @@ def test_zeros_are_equal(device: str) -> None:
 
 
 @over_devices
+def test_ids_are_int32_where_nothing_is_said(device: str) -> None:
+    """By every variant, and through the torch op, whose schema has None."""
+    logits = torch.randn(5, 64, device=device)
+    expected = gristmill.topk_router(logits, 4)[1]
+    assert expected.dtype == torch.int32
+    for ids in (
+        TOPK_ROUTER.overload(logits, 4)[1],
+        torch.compile(gristmill.topk_router, backend="eager")(logits, 4, ids_dtype=None)[1],
+        *(pair[1] for _, pair in by_everyone(logits, 4)),
+    ):
+        assert ids.dtype == torch.int32
+        assert torch.equal(ids, expected)
+
+
+@over_devices
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
 def test_no_tokens(dtype: torch.dtype, ids_dtype: torch.dtype, device: str) -> None:

@@ -11,6 +11,7 @@ from fuzz_values import ALL, DTYPES, drawn
 from hypothesis import strategies as st
 
 from gristmill.ops.registry import OPS
+from gristmill.ops.softmax.semantics import CAUSAL
 
 NONE = float("-inf")
 # With a mask, or a scale that is not positive, scale * x is made in fp32 first.
@@ -56,16 +57,17 @@ def plans(draw: Any, op: str) -> Plan:
 def make(maker: Maker) -> Arguments:
     given, shape = maker.plan, maker.plan.shape
     backward, mask = given.op.endswith("_backward"), _mask(maker)
+    causal = CAUSAL[given.causal]
     plain = mask is None and given.scale > 0
     x = maker.tensor("x", shape, huge=float("inf") if plain else HUGE_PRODUCT)
     if given.scale > 0:  # else they are +inf, or NaN
         out = maker.uniform("keep", shape) >= given.keep
         x.masked_fill_(out.to(maker.device), NONE)
     if not backward:
-        return x, given.scale, mask, given.causal
-    y = OPS[given.op.removesuffix("_backward")].reference(x, 1.0, mask, given.causal)
+        return x, causal, given.scale, mask
+    y = OPS[given.op.removesuffix("_backward")].reference(x, causal, 1.0, mask)
     y = laid_out(y.contiguous(), given.x.layout, given.x.by)
-    return maker.tensor("dy", shape, huge=HUGE_GRADIENT), y, given.scale, given.causal
+    return maker.tensor("dy", shape, huge=HUGE_GRADIENT), y, causal, given.scale
 
 
 def _mask(maker: Maker) -> torch.Tensor | None:

@@ -12,6 +12,7 @@ import torch
 from gristmill.ops.op import Op
 from gristmill.ops.rows.config import AHEAD, ASYNC, STRAIGHT, TWICE, RowConfig
 from gristmill.ops.softmax import LOG_SOFTMAX, LOG_SOFTMAX_BACKWARD, SOFTMAX, SOFTMAX_BACKWARD
+from gristmill.ops.softmax.semantics import CAUSAL
 from gristmill.select.device import KNOWN, Device
 from gristmill.select.problem import Problem
 from gristmill.select.variant import Variant
@@ -79,6 +80,11 @@ class Case:
         return " ".join(words).replace(" ", "_")
 
     @property
+    def code(self) -> int:
+        """The op's argument for `causal`."""
+        return CAUSAL[self.causal]
+
+    @property
     def own(self) -> Op:
         return OPS[self.op]
 
@@ -92,15 +98,15 @@ class Case:
         values = 3 * torch.randn(self.shape, generator=generator)
         if self.op in FORWARD:
             x = laid_out(values.to(self.dtypes[0]), self.layouts[0])
-            return x, self.scale, self.mask_of(generator), self.causal
+            return x, self.code, self.scale, self.mask_of(generator)
         forward = OPS[self.op.removesuffix("_backward")]
-        y = forward.reference(values, self.scale, self.mask_of(generator), self.causal)
+        y = forward.reference(values, self.code, self.scale, self.mask_of(generator))
         dy = torch.randn(self.shape, generator=generator).to(self.dtypes[1])
         return (
             laid_out(dy, self.layouts[1]),
             laid_out(y.to(self.dtypes[0]), self.layouts[0]),
+            self.code,
             self.scale,
-            self.causal,
         )
 
     def mask_of(self, generator: torch.Generator) -> torch.Tensor | None:

@@ -20,6 +20,7 @@ import gristmill
 from gristmill.ops.registry import OPS
 from gristmill.ops.rows.config import AHEAD, ASYNC, STRAIGHT, TWICE
 from gristmill.ops.rows.variant import SCOPES
+from gristmill.ops.softmax.semantics import BOTTOM_RIGHT, EVERYTHING
 from gristmill.select import reset_tables
 from gristmill.select.device import KNOWN, Device
 from gristmill.select.problem import Problem
@@ -234,10 +235,10 @@ def _softmax(host: EmulatedHost, *args: Any) -> torch.Tensor:
 def test_causal_rows_of_the_same_position(host: EmulatedHost, columns: int) -> None:
     torch.manual_seed(columns)
     x = torch.randn(3, 4, columns)
-    y = _softmax(host, x, 0.5, None, "bottom_right")
+    y = _softmax(host, x, BOTTOM_RIGHT, 0.5, None)
     for batch in range(3):
         elsewhere = row_calls.unaligned(x[batch])
-        assert _same(_softmax(host, elsewhere, 0.5, None, "bottom_right"), y[batch])
+        assert _same(_softmax(host, elsewhere, BOTTOM_RIGHT, 0.5, None), y[batch])
 
 
 def test_a_mask_of_many_dims_has_the_rows_of_a_plain_one(host: EmulatedHost) -> None:
@@ -248,9 +249,9 @@ def test_a_mask_of_many_dims_has_the_rows_of_a_plain_one(host: EmulatedHost) -> 
     narrow = mask.expand(2, 1, 2, 1, 2, 1, 2, 1, 24).movedim(0, -2)
     masks = (mask, row_calls.unaligned(mask), torch.randn(2, 1, 2, 1, 2, 1, 2, 24), narrow)
     for one in masks:
-        y = _softmax(host, x, 0.5, one, None)
+        y = _softmax(host, x, EVERYTHING, 0.5, one)
         rows = one.expand(x.shape).reshape(-1, 24)
-        plain = _softmax(host, x.view(-1, 24)[77:79], 0.5, rows[77:79], None)
+        plain = _softmax(host, x.view(-1, 24)[77:79], EVERYTHING, 0.5, rows[77:79])
         assert _same(plain, y.view(-1, 24)[77:79])
 
 

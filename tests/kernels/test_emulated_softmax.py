@@ -25,6 +25,7 @@ from softmax_cases import (
 )
 
 from gristmill.ops.rows.config import AHEAD, ASYNC, STRAIGHT, TWICE, RowConfig
+from gristmill.ops.softmax.semantics import BOTTOM_RIGHT, EVERYTHING
 
 # What the fp32 arithmetic of a kernel may lose, in half units of fp32's last place: the factor
 # of a thread's terms, the terms, the sum, its reciprocal, two products.
@@ -35,7 +36,7 @@ SMALLEST = 2.0**-126  # powers of two below are 0
 
 def _exponents(args: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """v in fp64, and the size of what was added up to it where the kernel rounds that."""
-    x, scale, mask, causal = args
+    x, causal, scale, mask = args
     v = x.double() * scale
     size = torch.zeros_like(v)
     if mask is not None and mask.dtype != torch.bool:
@@ -44,10 +45,10 @@ def _exponents(args: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         size = v.abs()
     if mask is not None and mask.dtype == torch.bool:
         v = v.masked_fill(~mask, NONE)
-    if causal is not None:
+    if causal != EVERYTHING:
         queries, keys = x.shape[-2:]
         allowed = torch.ones(queries, keys, dtype=torch.bool)
-        allowed = allowed.tril(keys - queries if causal == "bottom_right" else 0)
+        allowed = allowed.tril(keys - queries if causal == BOTTOM_RIGHT else 0)
         v = v.masked_fill(~allowed, NONE)
     return v, size.masked_fill(v == NONE, 0.0)
 
@@ -76,7 +77,7 @@ def _check_forward(case: Case, args: tuple[Any, ...], y: torch.Tensor) -> None:
 
 
 def _check_backward(case: Case, args: tuple[Any, ...], dx: torch.Tensor) -> None:
-    dy, y, scale, _ = args
+    dy, y, _, scale = args
     d, p = dy.double(), y.double()
     if case.op == "softmax_backward":
         products = d * p
@@ -144,7 +145,7 @@ def test_kernel(host: EmulatedHost, case: Case) -> None:
 
 def _run(host: EmulatedHost, case: Case, x: torch.Tensor, **options: Any) -> torch.Tensor:
     """The forward of `case` on x, by its variant and config."""
-    args = (x, options.get("scale", case.scale), options.get("mask"), case.causal)
+    args = (x, case.code, options.get("scale", case.scale), options.get("mask"))
     run = _launch(host, case, args)
     assert run.calls
     result: torch.Tensor = run.outputs
@@ -317,7 +318,7 @@ def test_a_broadcast_mask_is_not_materialised(
     y = _run(host, case, x, mask=mask)
     made = [storage.nbytes() for storage in host._watch.made.values()]
     assert sorted(made) == sorted([y.numel() * 4, *([copy] if copy else [])])
-    _check_forward(case, (x, 1.0, mask, None), y)
+    _check_forward(case, (x, EVERYTHING, 1.0, mask), y)
 
 
 def test_masks_that_no_kernel_can_walk_go_elsewhere() -> None:
@@ -325,11 +326,12 @@ def test_masks_that_no_kernel_can_walk_go_elsewhere() -> None:
     x = torch.randn(2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 8)
     mask = torch.rand([2 if dim % 2 else 1 for dim in range(14)] + [8]) < 0.5
     case = Case("softmax", "cuda_warp", x.shape, dtypes=(F32, F32))
-    problem = case.own.problem(x, 1.0, mask, None, device=case.device)
+    args = (x, EVERYTHING, 1.0, mask)
+    problem = case.own.problem(*args, device=case.device)
     for variant in case.own.variants:
         if variant.name.startswith("cuda_"):
             assert "strides" in str(variant.supports(problem))
-    assert torch.equal(case.own.run(x, 1.0, mask, None), case.own.reference(x, 1.0, mask, None))
+    assert torch.equal(case.own.run(*args), case.own.reference(*args))
 
 
 @pytest.mark.parametrize("op", ["softmax", "softmax_backward"])
@@ -359,7 +361,7 @@ def test_nothing_to_do_launches_nothing(
 ) -> None:
     case = Case(op, variant, shape)
     x = torch.empty(shape, dtype=BF16)
-    args = (x, 1.0, None, None) if op in FORWARD else (x, x, 1.0, None)
+    args = (x, EVERYTHING, 1.0, None) if op in FORWARD else (x, x, EVERYTHING, 1.0)
     run = _launch(host, case, args)
     assert run.outputs.shape == torch.Size(shape)
     assert run.calls == []

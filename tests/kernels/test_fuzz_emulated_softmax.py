@@ -37,6 +37,8 @@ from fuzz_emulated import (
 )
 from softmax_cases import BACKWARD, Case
 
+from gristmill.ops.softmax.semantics import BOTTOM_RIGHT, EVERYTHING
+
 NONE = -math.inf
 ROUNDINGS = 8.0  # as in test_emulated_softmax
 SAFE = 2.0**125  # far from fp32's largest number
@@ -84,11 +86,11 @@ class Call:
     def arguments(self) -> tuple[Any, ...]:
         values = self.x.tensor(self.shape, self.case.dtypes[0])
         if not self.backward:
-            return placed(values, self.x_place), self.scale, self._mask(), self.case.causal
+            return placed(values, self.x_place), self.case.code, self.scale, self._mask()
         values = -values.abs() if self.log else values
         dy = self.other.tensor(self.shape, self.case.dtypes[1])
         y = placed(values, self.x_place)
-        return placed(dy, self.other_place), y, self.scale, self.case.causal
+        return placed(dy, self.other_place), y, self.case.code, self.scale
 
     def _mask(self) -> torch.Tensor | None:
         if self.case.mask is None:
@@ -164,16 +166,16 @@ def check(host: EmulatedHost, call: Call) -> None:
     (_check_backward if call.backward else _check_forward)(call, call.arguments(), result)
 
 
-def _hidden(shape: tuple[int, ...], causal: str | None) -> torch.Tensor:
-    if causal is None:
+def _hidden(shape: tuple[int, ...], causal: int) -> torch.Tensor:
+    if causal == EVERYTHING:
         return torch.zeros(shape, dtype=torch.bool)
     queries, keys = shape[-2:]
     seen = torch.ones(queries, keys, dtype=torch.bool)
-    return (~seen.tril(keys - queries if causal == "bottom_right" else 0)).expand(shape)
+    return (~seen.tril(keys - queries if causal == BOTTOM_RIGHT else 0)).expand(shape)
 
 
 def _check_forward(call: Call, args: tuple[Any, ...], y: torch.Tensor) -> None:
-    x, scale, mask, causal = args
+    x, causal, scale, mask = args
     plain = mask is None and scale > 0
     v, added = x.double() * scale, 0.0
     if mask is not None and mask.dtype != torch.bool:
@@ -206,7 +208,7 @@ def _check_forward(call: Call, args: tuple[Any, ...], y: torch.Tensor) -> None:
 
 
 def _check_backward(call: Call, args: tuple[Any, ...], dx: torch.Tensor) -> None:
-    dy, y, scale, causal = args
+    dy, y, causal, scale = args
     hidden = _hidden(y.shape, causal)
     d, p = dy.double().masked_fill(hidden, 0.0), y.double()
     truth = call.case.own.reference(*doubles(args)).masked_fill(hidden, 0.0)

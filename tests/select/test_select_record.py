@@ -119,7 +119,7 @@ def inputs() -> dict[str, Callable[[], tuple[str, tuple[Any, ...]]]]:
         "half": lambda: ("layer_norm", (x.half(), torch.ones(64), torch.zeros(64))),
         "the same twice": lambda: ("add_rms_norm", (x, x, torch.ones(64))),
         "a dtype": lambda: ("rms_norm", (x.bfloat16(), None, 1e-6, 0.0, "once", torch.float32)),
-        "a mask": lambda: ("softmax", (x, 0.5, torch.ones(6, 64) > 0)),
+        "a mask": lambda: ("softmax", (x, 2, 0.5, torch.ones(6, 64) > 0)),
         "indices": lambda: ("cross_entropy", (x, torch.randint(0, 64, (6,)))),
     }
 

@@ -286,5 +286,5 @@ def _all(tokens: int, topk: int, experts: int, hidden: int) -> Iterator[MoeConfi
     # 64 (H200, 2026-11-16).
     if slots > MOST_SCANNED and tokens <= MOST_ADDED:
         small = min(tile, 64)
-        for down in (_B, _E):
-            yield MoeConfig(ups[0], (*down[:4], 8, down[5]), small, "scan", True)
+        for down, split in ((_B, 8), (_E, 8), (_B, 4)):
+            yield MoeConfig(ups[0], (*down[:4], split, down[5]), small, "scan", True)

@@ -11,45 +11,41 @@ import torch
 
 from gristmill.ops.by_row import each_alone
 from gristmill.ops.softmax import reference
-from gristmill.ops.softmax.semantics import causal_offset
+from gristmill.ops.softmax.semantics import EVERYTHING, causal_offset
 
 _NOBODY = float("-inf")
 
 
-def softmax(
-    x: torch.Tensor, scale: float, mask: torch.Tensor | None, causal: str | None
-) -> torch.Tensor:
-    return _forward(reference.softmax, 0.0, x, scale, mask, causal)
+def softmax(x: torch.Tensor, causal: int, scale: float, mask: torch.Tensor | None) -> torch.Tensor:
+    return _forward(reference.softmax, 0.0, x, causal, scale, mask)
 
 
 def log_softmax(
-    x: torch.Tensor, scale: float, mask: torch.Tensor | None, causal: str | None
+    x: torch.Tensor, causal: int, scale: float, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    return _forward(reference.log_softmax, _NOBODY, x, scale, mask, causal)
+    return _forward(reference.log_softmax, _NOBODY, x, causal, scale, mask)
 
 
-def softmax_backward(
-    dy: torch.Tensor, y: torch.Tensor, scale: float, causal: str | None
-) -> torch.Tensor:
-    return _backward(reference.softmax_backward, dy, y, scale, causal)
+def softmax_backward(dy: torch.Tensor, y: torch.Tensor, causal: int, scale: float) -> torch.Tensor:
+    return _backward(reference.softmax_backward, dy, y, causal, scale)
 
 
 def log_softmax_backward(
-    dy: torch.Tensor, y: torch.Tensor, scale: float, causal: str | None
+    dy: torch.Tensor, y: torch.Tensor, causal: int, scale: float
 ) -> torch.Tensor:
-    return _backward(reference.log_softmax_backward, dy, y, scale, causal)
+    return _backward(reference.log_softmax_backward, dy, y, causal, scale)
 
 
 def _forward(
     function: Callable[..., torch.Tensor],
     unseen: float,
     x: torch.Tensor,
+    causal: int,
     scale: float,
     mask: torch.Tensor | None,
-    causal: str | None,
 ) -> torch.Tensor:
     def row(x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        return function(x, scale, mask, None)
+        return function(x, EVERYTHING, scale, mask)
 
     return _each(row, unseen, (x, None if mask is None else mask.expand(x.shape)), causal)
 
@@ -58,11 +54,11 @@ def _backward(
     function: Callable[..., torch.Tensor],
     dy: torch.Tensor,
     y: torch.Tensor,
+    causal: int,
     scale: float,
-    causal: str | None,
 ) -> torch.Tensor:
     def row(y: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-        return function(dy, y, scale, None)
+        return function(dy, y, EVERYTHING, scale)
 
     return _each(row, 0.0, (y, dy), causal)
 
@@ -71,7 +67,7 @@ def _each(
     function: Callable[..., torch.Tensor],
     unseen: float,
     tensors: tuple[torch.Tensor, torch.Tensor | None],
-    causal: str | None,
+    causal: int,
 ) -> torch.Tensor:
     """`function` of each row's columns that are seen, and `unseen` for the others."""
     first = tensors[0]
@@ -79,7 +75,7 @@ def _each(
         return torch.empty_like(first)
     columns = first.shape[-1]
     queries, offset = 1, columns - 1
-    if causal is not None:
+    if causal != EVERYTHING:
         queries = first.shape[-2]
         offset = causal_offset(causal, queries, columns)
 

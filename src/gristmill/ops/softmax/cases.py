@@ -12,16 +12,14 @@ import torch
 from gristmill.ops.examples import normal
 from gristmill.ops.op import Arguments, Case, Cost
 from gristmill.ops.softmax import reference
-from gristmill.ops.softmax.semantics import causal_offset
+from gristmill.ops.softmax.semantics import CAUSAL, EVERYTHING, causal_offset
 
 _BF16, _FP16, _FP32, _FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 Lay = Callable[[torch.Tensor], torch.Tensor]
 Make = Callable[[torch.Generator], torch.Tensor]
 
 
-def forward_cost(
-    x: torch.Tensor, scale: float, mask: torch.Tensor | None, causal: str | None
-) -> Cost:
+def forward_cost(x: torch.Tensor, causal: int, scale: float, mask: torch.Tensor | None) -> Cost:
     """x is read where it is seen, y is written everywhere; a mask is read where it has memory."""
     seen = _seen(x, causal)
     own = 0
@@ -31,15 +29,15 @@ def forward_cost(
     return Cost((seen + x.numel()) * x.element_size() + own, 5 * seen)
 
 
-def backward_cost(dy: torch.Tensor, y: torch.Tensor, scale: float, causal: str | None) -> Cost:
+def backward_cost(dy: torch.Tensor, y: torch.Tensor, causal: int, scale: float) -> Cost:
     seen = _seen(y, causal)
     read = seen * (dy.element_size() + y.element_size())
     return Cost(read + y.numel() * y.element_size(), 5 * seen)
 
 
-def _seen(x: torch.Tensor, causal: str | None) -> int:
+def _seen(x: torch.Tensor, causal: int) -> int:
     """Elements that a causal limit leaves."""
-    if causal is None or x.numel() == 0:
+    if causal == EVERYTHING or x.numel() == 0:
         return x.numel()
     queries, keys = x.shape[-2:]
     offset = causal_offset(causal, queries, keys)
@@ -50,7 +48,7 @@ def _seen(x: torch.Tensor, causal: str | None) -> int:
 def forward_example(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
 ) -> Arguments:
-    return normal(shape, dtype, device), 1.0, None, None
+    return normal(shape, dtype, device), EVERYTHING, 1.0, None
 
 
 def softmax_backward_example(
@@ -58,7 +56,7 @@ def softmax_backward_example(
 ) -> Arguments:
     x = normal(shape, dtype, device)
     y = x if x.is_meta else torch.softmax(x, -1)
-    return normal(shape, dtype, device), y, 1.0, None
+    return normal(shape, dtype, device), y, EVERYTHING, 1.0
 
 
 def log_softmax_backward_example(
@@ -66,7 +64,7 @@ def log_softmax_backward_example(
 ) -> Arguments:
     x = normal(shape, dtype, device)
     y = x if x.is_meta else torch.log_softmax(x, -1)
-    return normal(shape, dtype, device), y, 1.0, None
+    return normal(shape, dtype, device), y, EVERYTHING, 1.0
 
 
 @dataclass(frozen=True)
@@ -310,20 +308,20 @@ def _forward(spread: Spread, device: torch.device | str, seed: int) -> Arguments
         mask = _moved(spread.mask(generator), device)
     if spread.lay is not None:
         x = spread.lay(x)
-    return x, spread.scale, mask, spread.causal
+    return x, CAUSAL[spread.causal], spread.scale, mask
 
 
 def _backward(
     forward: Callable[..., torch.Tensor], spread: Spread, device: torch.device | str, seed: int
 ) -> Arguments:
     generator = torch.Generator().manual_seed(seed)
-    y = forward(_values(spread, generator), spread.scale, None, spread.causal).to(device)
+    y = forward(_values(spread, generator), CAUSAL[spread.causal], spread.scale, None).to(device)
     dy = torch.randn(spread.shape, generator=generator).to(spread.dy or spread.x).to(device)
     if spread.lay is not None:
         y = spread.lay(y)
     if spread.dy_lay is not None:
         dy = spread.dy_lay(dy)
-    return dy, y, spread.scale, spread.causal
+    return dy, y, CAUSAL[spread.causal], spread.scale
 
 
 def _values(spread: Spread, generator: torch.Generator) -> torch.Tensor:

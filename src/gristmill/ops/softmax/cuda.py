@@ -91,7 +91,7 @@ class ForwardVariant(SoftmaxVariant):
         copied, mask_sizes = details.copied, details.mask_sizes
 
         def plan(
-            x: torch.Tensor, scale: float, mask: torch.Tensor | None, causal: str | None
+            x: torch.Tensor, causal: int, scale: float, mask: torch.Tensor | None
         ) -> torch.Tensor:
             y = torch.empty_like(x)
             if mask_sizes and mask is not None:

@@ -44,9 +44,7 @@ class BackwardVariant(SoftmaxVariant):
         run = self._run(problem, config)
         copied = details.copied
 
-        def plan(
-            dy: torch.Tensor, y: torch.Tensor, scale: float, causal: str | None
-        ) -> torch.Tensor:
+        def plan(dy: torch.Tensor, y: torch.Tensor, causal: int, scale: float) -> torch.Tensor:
             dx = torch.empty_like(y)
             if copied:
                 dense = launch.dense(dx)

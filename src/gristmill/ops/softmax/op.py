@@ -22,8 +22,8 @@ else:
     cases = Later("gristmill.ops.softmax.cases")
     space = Later("gristmill.ops.softmax.space")
 
-_FORWARD_SCHEMA = "(Tensor x, float scale=1.0, Tensor? mask=None, str? causal=None) -> Tensor"
-_BACKWARD_SCHEMA = "(Tensor dy, Tensor y, float scale, str? causal) -> Tensor"
+_FORWARD_SCHEMA = "(Tensor x, int causal=0, float scale=1.0, Tensor? mask=None) -> Tensor"
+_BACKWARD_SCHEMA = "(Tensor dy, Tensor y, int causal, float scale) -> Tensor"
 
 
 def softmax(
@@ -62,7 +62,7 @@ def softmax(
     """
     if dim != -1:
         return _along("softmax", softmax, x, dim, scale, mask, causal)
-    args = (x, scale, mask, causal)
+    args = (x, semantics.causal_code("softmax", causal), scale, mask)
     if torch.compiler.is_compiling():
         if "softmax" in inline.NAMES:
             SOFTMAX.check(*args)
@@ -97,7 +97,7 @@ def log_softmax(
     """
     if dim != -1:
         return _along("log_softmax", log_softmax, x, dim, scale, mask, causal)
-    args = (x, scale, mask, causal)
+    args = (x, semantics.causal_code("log_softmax", causal), scale, mask)
     if torch.compiler.is_compiling():
         if "log_softmax" in inline.NAMES:
             LOG_SOFTMAX.check(*args)
@@ -124,7 +124,7 @@ def softmax_backward(
     Returns:
         dx, like y.
     """
-    args = (dy, y, scale, causal)
+    args = (dy, y, semantics.causal_code("softmax_backward", causal), scale)
     result: torch.Tensor = SOFTMAX_BACKWARD.call_in_backward((dy, y), args)
     return result
 
@@ -144,7 +144,7 @@ def log_softmax_backward(
     Returns:
         dx, like y.
     """
-    args = (dy, y, scale, causal)
+    args = (dy, y, semantics.causal_code("log_softmax_backward", causal), scale)
     result: torch.Tensor = LOG_SOFTMAX_BACKWARD.call_in_backward((dy, y), args)
     return result
 
@@ -159,7 +159,7 @@ def _along(
     causal: str | None,
 ) -> torch.Tensor:
     """`function` over any dim: moved to the end and back."""
-    x_moved, scale, mask, causal = _moved(op, x, dim, scale, mask, causal)
+    x_moved, mask = _moved(op, x, dim, mask, causal)
     result = function(x_moved, scale=scale, mask=mask, causal=causal)
     return result if x_moved is x else result.movedim(-1, dim)
 
@@ -168,14 +168,13 @@ def _moved(
     op: str,
     x: torch.Tensor,
     dim: int,
-    scale: float,
     mask: torch.Tensor | None,
     causal: str | None,
-) -> Arguments:
-    """The op's arguments, with `dim` where the ops have it: last."""
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """x and its mask, with `dim` where the ops have it: last."""
     place = semantics.normal_dim(op, x, dim)
     if place == x.dim() - 1:
-        return x, scale, mask, causal
+        return x, mask
     semantics.last_dim_only(op, causal, dim, x)
     if mask is not None:
         semantics.check_mask(op, mask, x)
@@ -184,7 +183,20 @@ def _moved(
             mask = mask.reshape(*(1,) * missing, *mask.shape).movedim(place, -1)
         else:
             mask = mask.unsqueeze(-1)
-    return x.movedim(place, -1), scale, mask, causal
+    return x.movedim(place, -1), mask
+
+
+def _arguments(
+    op: str,
+    x: torch.Tensor,
+    dim: int,
+    scale: float,
+    mask: torch.Tensor | None,
+    causal: str | None,
+) -> Arguments:
+    """A user's call as the op's arguments."""
+    x, mask = _moved(op, x, dim, mask, causal)
+    return x, semantics.causal_code(op, causal), scale, mask
 
 
 def _softmax_arguments(
@@ -195,7 +207,7 @@ def _softmax_arguments(
     mask: torch.Tensor | None = None,
     causal: str | None = None,
 ) -> Arguments:
-    return _moved("softmax", x, dim, scale, mask, causal)
+    return _arguments("softmax", x, dim, scale, mask, causal)
 
 
 def _log_softmax_arguments(
@@ -206,43 +218,43 @@ def _log_softmax_arguments(
     mask: torch.Tensor | None = None,
     causal: str | None = None,
 ) -> Arguments:
-    return _moved("log_softmax", x, dim, scale, mask, causal)
+    return _arguments("log_softmax", x, dim, scale, mask, causal)
 
 
 def _save(ctx: Any, inputs: Arguments, output: Any) -> None:
-    _, scale, mask, causal = inputs
+    _, causal, scale, mask = inputs
     ctx.save_for_backward(output)
-    ctx.scale, ctx.causal = scale, causal
+    ctx.causal, ctx.scale = causal, scale
     ctx.mask = None if mask is None else (mask.shape, mask.dtype)
 
 
-def _gradients(
-    ctx: Any, dy: torch.Tensor, backward: Callable[..., torch.Tensor]
-) -> tuple[Any, ...]:
+def _gradients(ctx: Any, dy: torch.Tensor, op: Op) -> tuple[Any, ...]:
+    def backward(dy: torch.Tensor, y: torch.Tensor, scale: float) -> torch.Tensor:
+        result: torch.Tensor = op.call_in_backward((dy, y), (dy, y, ctx.causal, scale))
+        return result
+
     (y,) = ctx.saved_tensors
-    if ctx.mask is None or not ctx.needs_input_grad[2]:
-        return backward(dy, y, ctx.scale, ctx.causal), None, None, None
+    if ctx.mask is None or not ctx.needs_input_grad[3]:
+        return backward(dy, y, ctx.scale), None, None, None
     # The mask's gradient is that of what is scaled, summed over where the mask was broadcast.
     shape, dtype = ctx.mask
     precise = semantics.accumulator(y.dtype)
-    values = backward(dy.to(precise), y.to(precise), 1.0, ctx.causal)
+    values = backward(dy.to(precise), y.to(precise), 1.0)
     dx = (values * ctx.scale).to(y.dtype) if ctx.needs_input_grad[0] else None
-    return dx, None, values.sum_to_size(shape).to(dtype), None
+    return dx, None, None, values.sum_to_size(shape).to(dtype)
 
 
 def _backward_softmax(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-    return _gradients(ctx, dy, softmax_backward)
+    return _gradients(ctx, dy, SOFTMAX_BACKWARD)
 
 
 def _backward_log_softmax(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-    return _gradients(ctx, dy, log_softmax_backward)
+    return _gradients(ctx, dy, LOG_SOFTMAX_BACKWARD)
 
 
-def _autocast(
-    x: torch.Tensor, scale: float, mask: torch.Tensor | None, causal: str | None
-) -> Arguments:
+def _autocast(x: torch.Tensor, causal: int, scale: float, mask: torch.Tensor | None) -> Arguments:
     """torch computes softmax in fp32 under CUDA autocast, and gives fp32; fp64 stays fp64."""
-    return x.to(torch.promote_types(x.dtype, torch.float32)), scale, mask, causal
+    return x.to(torch.promote_types(x.dtype, torch.float32)), causal, scale, mask
 
 
 SOFTMAX = Op(
@@ -262,7 +274,8 @@ SOFTMAX = Op(
         Library(),
         Reference(reference.softmax, semantics.outputs, by_row.softmax),
     ),
-    defaults=(1.0, None, None),
+    defaults=(semantics.EVERYTHING, 1.0, None),
+    spelled={"causal": semantics.CAUSAL},
     gradient=Gradient(_save, _backward_softmax),
     autocast=_autocast,
     function=softmax,
@@ -286,7 +299,8 @@ LOG_SOFTMAX = Op(
         Library(),
         Reference(reference.log_softmax, semantics.outputs, by_row.log_softmax),
     ),
-    defaults=(1.0, None, None),
+    defaults=(semantics.EVERYTHING, 1.0, None),
+    spelled={"causal": semantics.CAUSAL},
     gradient=Gradient(_save, _backward_log_softmax),
     autocast=_autocast,
     function=log_softmax,
@@ -310,6 +324,7 @@ SOFTMAX_BACKWARD = Op(
         Reference(reference.softmax_backward, semantics.outputs_backward, by_row.softmax_backward),
     ),
     defaults=(),
+    spelled={"causal": semantics.CAUSAL},
     gradient=no_second_gradient("softmax_backward", "torch.softmax"),
 )
 
@@ -334,6 +349,7 @@ LOG_SOFTMAX_BACKWARD = Op(
         ),
     ),
     defaults=(),
+    spelled={"causal": semantics.CAUSAL},
     gradient=no_second_gradient("log_softmax_backward", "torch.log_softmax"),
 )
 

@@ -10,7 +10,7 @@ import torch
 
 from gristmill.ops.rows.layout import ELEMENT, Layout, access, collapse
 from gristmill.ops.rows.problem import RowDetails, dtypes_of, flags_of, layout_of, like, packed
-from gristmill.ops.softmax.semantics import causal_offset
+from gristmill.ops.softmax.semantics import EVERYTHING, causal_offset
 from gristmill.select.device import Device
 from gristmill.select.overrides import is_batch_invariant
 from gristmill.select.problem import Problem
@@ -42,27 +42,27 @@ class Details(RowDetails):
 
 
 def softmax_problem(
-    device: Device, x: torch.Tensor, scale: float, mask: torch.Tensor | None, causal: str | None
+    device: Device, x: torch.Tensor, causal: int, scale: float, mask: torch.Tensor | None
 ) -> Problem:
-    return _forward("softmax", device, x, scale, mask, causal)
+    return _forward("softmax", device, x, causal, scale, mask)
 
 
 def log_softmax_problem(
-    device: Device, x: torch.Tensor, scale: float, mask: torch.Tensor | None, causal: str | None
+    device: Device, x: torch.Tensor, causal: int, scale: float, mask: torch.Tensor | None
 ) -> Problem:
-    return _forward("log_softmax", device, x, scale, mask, causal)
+    return _forward("log_softmax", device, x, causal, scale, mask)
 
 
 def softmax_backward_problem(
-    device: Device, dy: torch.Tensor, y: torch.Tensor, scale: float, causal: str | None
+    device: Device, dy: torch.Tensor, y: torch.Tensor, causal: int, scale: float
 ) -> Problem:
-    return _backward("softmax_backward", device, dy, y, scale, causal)
+    return _backward("softmax_backward", device, dy, y, causal, scale)
 
 
 def log_softmax_backward_problem(
-    device: Device, dy: torch.Tensor, y: torch.Tensor, scale: float, causal: str | None
+    device: Device, dy: torch.Tensor, y: torch.Tensor, causal: int, scale: float
 ) -> Problem:
-    return _backward("log_softmax_backward", device, dy, y, scale, causal)
+    return _backward("log_softmax_backward", device, dy, y, causal, scale)
 
 
 def side_by_side(mask: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
@@ -85,9 +85,9 @@ def _forward(
     op: str,
     device: Device,
     x: torch.Tensor,
+    causal: int,
     scale: float,
     mask: torch.Tensor | None,
-    causal: str | None,
 ) -> Problem:
     layout, copied = layout_of((x, None, like(x, x.dtype)), ragged=True)
     mask_type, levels, mask_sizes = _mask(mask, x, layout)
@@ -95,7 +95,7 @@ def _forward(
     # Then the largest x has the largest exponent. A factor that fp32 loses would leave none.
     plain = mask is None and scale >= _SMALLEST
     flags = [
-        *(["causal"] if causal is not None else []),
+        *(["causal"] if causal != EVERYTHING else []),
         *(["scaled"] if scale != 1.0 else []),
         *flags_of(layout, copied),
     ]
@@ -120,12 +120,12 @@ def _forward(
 
 
 def _backward(
-    op: str, device: Device, dy: torch.Tensor, y: torch.Tensor, scale: float, causal: str | None
+    op: str, device: Device, dy: torch.Tensor, y: torch.Tensor, causal: int, scale: float
 ) -> Problem:
     layout, copied = layout_of((y, dy, like(y, y.dtype)), ragged=True)
     queries, offset = _square(y, causal)
     flags = [
-        *(["causal"] if causal is not None else []),
+        *(["causal"] if causal != EVERYTHING else []),
         *(["scaled"] if scale != 1.0 else []),
         *flags_of(layout, copied),
     ]
@@ -140,9 +140,9 @@ def _backward(
     )
 
 
-def _square(x: torch.Tensor, causal: str | None) -> tuple[int, int]:
+def _square(x: torch.Tensor, causal: int) -> tuple[int, int]:
     """Rows of a causal square, and how many columns its first row sees, less one."""
-    if causal is None:
+    if causal == EVERYTHING:
         return 0, 0
     queries, keys = x.shape[-2:]
     return queries, causal_offset(causal, queries, keys)

@@ -8,34 +8,30 @@ from __future__ import annotations
 
 import torch
 
-from gristmill.ops.softmax.semantics import accumulator, causal_offset
+from gristmill.ops.softmax.semantics import EVERYTHING, accumulator, causal_offset
 
 _NOBODY = float("-inf")
 
 
-def softmax(
-    x: torch.Tensor, scale: float, mask: torch.Tensor | None, causal: str | None
-) -> torch.Tensor:
+def softmax(x: torch.Tensor, causal: int, scale: float, mask: torch.Tensor | None) -> torch.Tensor:
     if x.shape[-1] == 0:
         return x.clone()
-    values, nobody = _values(x, scale, mask, causal)
+    values, nobody = _values(x, causal, scale, mask)
     return torch.softmax(values, -1).masked_fill(nobody, 0.0).to(x.dtype)
 
 
 def log_softmax(
-    x: torch.Tensor, scale: float, mask: torch.Tensor | None, causal: str | None
+    x: torch.Tensor, causal: int, scale: float, mask: torch.Tensor | None
 ) -> torch.Tensor:
     if x.shape[-1] == 0:
         return x.clone()
-    values, nobody = _values(x, scale, mask, causal)
+    values, nobody = _values(x, causal, scale, mask)
     result = torch.log_softmax(values, -1)
     # Constants, for autograd: what cannot happen has no gradient, and none comes from it.
     return result.masked_fill(nobody | (result == _NOBODY), _NOBODY).to(x.dtype)
 
 
-def softmax_backward(
-    dy: torch.Tensor, y: torch.Tensor, scale: float, causal: str | None
-) -> torch.Tensor:
+def softmax_backward(dy: torch.Tensor, y: torch.Tensor, causal: int, scale: float) -> torch.Tensor:
     precise = accumulator(y.dtype)
     p, d = _seen(y.to(precise), causal), _seen(dy.to(precise), causal)
     dx = scale * p * (d - (d * p).sum(-1, keepdim=True))
@@ -43,7 +39,7 @@ def softmax_backward(
 
 
 def log_softmax_backward(
-    dy: torch.Tensor, y: torch.Tensor, scale: float, causal: str | None
+    dy: torch.Tensor, y: torch.Tensor, causal: int, scale: float
 ) -> torch.Tensor:
     precise = accumulator(y.dtype)
     logs = _seen(y.to(precise), causal, _NOBODY)
@@ -53,7 +49,7 @@ def log_softmax_backward(
 
 
 def _values(
-    x: torch.Tensor, scale: float, mask: torch.Tensor | None, causal: str | None
+    x: torch.Tensor, causal: int, scale: float, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the softmax is of, and which rows have nobody in them: those are zeros instead."""
     values = x.to(accumulator(x.dtype))
@@ -73,9 +69,9 @@ def _values(
     return values.masked_fill(nobody, 0.0), nobody
 
 
-def _seen(values: torch.Tensor, causal: str | None, instead: float = 0.0) -> torch.Tensor:
+def _seen(values: torch.Tensor, causal: int, instead: float = 0.0) -> torch.Tensor:
     """`values`, with something else beyond the causal limit."""
-    if causal is None:
+    if causal == EVERYTHING:
         return values
     queries, keys = values.shape[-2:]
     rows = torch.arange(queries, device=values.device)[:, None]

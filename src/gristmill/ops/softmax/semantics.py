@@ -9,7 +9,14 @@ import torch
 from gristmill.errors import ArgumentError, DtypeError
 from gristmill.ops import checks
 
-CAUSAL = ("top_left", "bottom_right")
+# A causal limit is a word to users and an int, early in the schema, to torch: DTensor remembers a
+# sharding rule's answer by the arguments from the first int on, and this one changes the rule.
+EVERYTHING, TOP_LEFT, BOTTOM_RIGHT = range(3)
+CAUSAL: dict[str | None, int] = {
+    None: EVERYTHING,
+    "top_left": TOP_LEFT,
+    "bottom_right": BOTTOM_RIGHT,
+}
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -17,36 +24,41 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def causal_offset(causal: str, queries: int, keys: int) -> int:
+def causal_code(op: str, causal: Any) -> int:
+    """The op's int for a user's word."""
+    if causal is None:
+        return EVERYTHING
+    if not isinstance(causal, str) or causal not in CAUSAL:
+        raise _unknown_word(op, causal)
+    return CAUSAL[causal]
+
+
+def causal_offset(causal: int, queries: int, keys: int) -> int:
     """Row i sees columns up to i plus this."""
-    return keys - queries if causal == "bottom_right" else 0
+    return keys - queries if causal == BOTTOM_RIGHT else 0
 
 
-def check_softmax(x: Any, scale: Any, mask: Any, causal: Any) -> None:
-    _check_forward("softmax", x, scale, mask, causal)
+def check_softmax(x: Any, causal: Any, scale: Any, mask: Any) -> None:
+    _check_forward("softmax", x, causal, scale, mask)
 
 
-def check_log_softmax(x: Any, scale: Any, mask: Any, causal: Any) -> None:
-    _check_forward("log_softmax", x, scale, mask, causal)
+def check_log_softmax(x: Any, causal: Any, scale: Any, mask: Any) -> None:
+    _check_forward("log_softmax", x, causal, scale, mask)
 
 
-def check_softmax_backward(dy: Any, y: Any, scale: Any, causal: Any) -> None:
-    _check_backward("softmax_backward", dy, y, scale, causal)
+def check_softmax_backward(dy: Any, y: Any, causal: Any, scale: Any) -> None:
+    _check_backward("softmax_backward", dy, y, causal, scale)
 
 
-def check_log_softmax_backward(dy: Any, y: Any, scale: Any, causal: Any) -> None:
-    _check_backward("log_softmax_backward", dy, y, scale, causal)
+def check_log_softmax_backward(dy: Any, y: Any, causal: Any, scale: Any) -> None:
+    _check_backward("log_softmax_backward", dy, y, causal, scale)
 
 
-def outputs(
-    x: torch.Tensor, scale: float, mask: torch.Tensor | None, causal: str | None
-) -> torch.Tensor:
+def outputs(x: torch.Tensor, causal: int, scale: float, mask: torch.Tensor | None) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-def outputs_backward(
-    dy: torch.Tensor, y: torch.Tensor, scale: float, causal: str | None
-) -> torch.Tensor:
+def outputs_backward(dy: torch.Tensor, y: torch.Tensor, causal: int, scale: float) -> torch.Tensor:
     return torch.empty_like(y)
 
 
@@ -96,7 +108,7 @@ def check_mask(op: str, mask: Any, x: torch.Tensor) -> None:
         )
 
 
-def _check_forward(op: str, x: Any, scale: Any, mask: Any, causal: Any) -> None:
+def _check_forward(op: str, x: Any, causal: Any, scale: Any, mask: Any) -> None:
     checks.float_tensor(op, "x", x)
     checks.has_rows(op, "x", x)
     checks.number(op, "scale", scale)
@@ -104,7 +116,7 @@ def _check_forward(op: str, x: Any, scale: Any, mask: Any, causal: Any) -> None:
     _check_causal(op, "x", x, causal)
 
 
-def _check_backward(op: str, dy: Any, y: Any, scale: Any, causal: Any) -> None:
+def _check_backward(op: str, dy: Any, y: Any, causal: Any, scale: Any) -> None:
     checks.float_tensor(op, "y", y)
     checks.has_rows(op, "y", y)
     checks.float_tensor(op, "dy", dy)
@@ -115,13 +127,19 @@ def _check_backward(op: str, dy: Any, y: Any, scale: Any, causal: Any) -> None:
 
 
 def _check_causal(op: str, name: str, x: torch.Tensor, causal: Any) -> None:
-    if causal is None:
-        return
-    if causal not in CAUSAL:
-        choices = " or ".join(map(repr, CAUSAL))
-        raise ArgumentError(f"{op}: causal must be None, {choices}, got {causal!r}")
-    if x.dim() < 2:
+    if isinstance(causal, str):
+        raise _unknown_word(op, causal)
+    whole = isinstance(causal, int) and not isinstance(causal, bool)  # 1.0 and True equal 1
+    if not whole or causal not in CAUSAL.values():
+        choices = ", ".join(f"{code} ({word!r})" for word, code in CAUSAL.items())
+        raise ArgumentError(f"{op}: causal must be one of {choices}, got {causal!r}")
+    if causal != EVERYTHING and x.dim() < 2:
         raise ArgumentError(
             f"{op}: causal limits the last dim by the one before it, so {name} must have at least "
             f"two dims, got shape {tuple(x.shape)}"
         )
+
+
+def _unknown_word(op: str, causal: Any) -> ArgumentError:
+    words = " or ".join(repr(word) for word in CAUSAL if word is not None)
+    return ArgumentError(f"{op}: causal must be None, {words}, got {causal!r}")

@@ -23,7 +23,7 @@ def forward_cost(*args: Any) -> Cost:
     """Logits and bias are read, weights and ids written."""
     call = Call(*args)
     chosen = call.logits.shape[0] * call.topk
-    each = accumulator(call.logits.dtype).itemsize + call.ids_dtype.itemsize
+    each = accumulator(call.logits.dtype).itemsize + call.ids.itemsize
     bias = 0 if call.bias is None else call.bias.numel() * call.bias.element_size()
     read = call.logits.numel() * call.logits.element_size() + bias
     return Cost(read + chosen * each, _OPERATIONS * call.logits.numel())

@@ -135,11 +135,11 @@ class Forward(_ByWarp):
             groups: int,
             topk_groups: int,
             scale: float,
-            ids_dtype: torch.dtype,
+            ids_dtype: torch.dtype | None,
         ) -> tuple[torch.Tensor, torch.Tensor]:
             rows, experts = logits.shape
             weights = empty((rows, topk), dtype=torch.float32, device=logits.device)
-            ids = empty((rows, topk), dtype=ids_dtype, device=logits.device)
+            ids = empty((rows, topk), dtype=ids_dtype or torch.int32, device=logits.device)
             size = experts // groups
             start(
                 stream(device),

@@ -58,7 +58,7 @@ def _run(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         weights = shares_of(weights, call.scoring)
     if call.scale != 1.0:
         weights = weights * call.scale
-    return weights, ids.to(call.ids_dtype)
+    return weights, ids.to(call.ids)
 
 
 def _scores_of_chosen(logits: torch.Tensor, scoring: str) -> torch.Tensor:

@@ -31,7 +31,7 @@ def topk_router(
     groups: int = 1,
     topk_groups: int = 1,
     scale: float = 1.0,
-    ids_dtype: torch.dtype = torch.int32,
+    ids_dtype: torch.dtype | None = torch.int32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     r"""The experts of each token of a mixture, and their weights, from the router's logits.
 
@@ -60,7 +60,7 @@ def topk_router(
             counts as its largest score, with a bias as the sum of its two largest biased ones; of
             equal ones the first group is taken.
         scale: a factor of all weights.
-        ids_dtype: ``torch.int32`` or ``torch.int64``.
+        ids_dtype: ``torch.int32`` (as None) or ``torch.int64``.
 
     Returns:
         ``(topk_weights, topk_ids)``, both ``(M, topk)`` and contiguous: weights of fp32 (fp64 for
@@ -122,12 +122,14 @@ def _backward(ctx: Any, dweights: torch.Tensor, dids: Any) -> tuple[Any, ...]:
     return dlogits, *[None] * 8
 
 
+# No dtype but None can be a default: AOTInductor writes down what a call leaves out as the schema
+# has it, where a dtype is an int, and cannot read that back.
 TOPK_ROUTER = Op(
     name="topk_router",
     schema=(
         '(Tensor logits, int topk, str scoring="softmax", bool renormalize=True, '
         "Tensor? bias=None, int groups=1, int topk_groups=1, float scale=1.0, "
-        "ScalarType ids_dtype=int) -> (Tensor, Tensor)"
+        "ScalarType? ids_dtype=None) -> (Tensor, Tensor)"
     ),
     summary="the experts of each token and their weights, from routing scores",
     check=semantics.check_forward,
@@ -147,7 +149,7 @@ TOPK_ROUTER = Op(
             by_row(reference.topk_router, rows=(0,), results=("row", "row")),
         ),
     ),
-    defaults=("softmax", True, None, 1, 1, 1.0, torch.int32),
+    defaults=("softmax", True, None, 1, 1, 1.0, None),
     gradient=Gradient(_save, _backward),
 )
 

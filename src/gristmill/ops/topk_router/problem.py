@@ -37,8 +37,8 @@ def forward_problem(device: Device, *args: Any) -> Problem:
     dtypes = {"logits": call.logits.dtype}
     if call.bias is not None:
         dtypes["bias"] = call.bias.dtype
-    if call.ids_dtype != torch.int32:
-        dtypes["ids"] = call.ids_dtype
+    if call.ids != torch.int32:
+        dtypes["ids"] = call.ids
     words = {
         "sigmoid": call.scoring == "sigmoid",
         "renormalized": call.renormalize,

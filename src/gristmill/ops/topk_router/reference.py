@@ -25,7 +25,7 @@ def topk_router(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     weights = scores.gather(-1, ids)
     if call.renormalize:
         weights = shares_of(weights, call.scoring)
-    return weights * call.scale, ids.to(call.ids_dtype)
+    return weights * call.scale, ids.to(call.ids)
 
 
 def topk_router_backward(*args: Any) -> torch.Tensor:

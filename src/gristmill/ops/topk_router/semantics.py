@@ -26,7 +26,12 @@ class Call(NamedTuple):
     groups: int
     topk_groups: int
     scale: float
-    ids_dtype: torch.dtype
+    ids_dtype: torch.dtype | None
+
+    @property
+    def ids(self) -> torch.dtype:
+        """The dtype of the ids."""
+        return torch.int32 if self.ids_dtype is None else self.ids_dtype
 
     @property
     def experts(self) -> int:
@@ -78,7 +83,7 @@ def check_forward(*args: Any) -> None:
                 f"{tuple(bias.shape)}"
             )
     _check_groups(op, call)
-    if call.ids_dtype not in IDS:
+    if call.ids not in IDS:
         raise DtypeError(
             f"{op}: ids_dtype must be torch.int32 or torch.int64, got {call.ids_dtype!r}"
         )
@@ -109,7 +114,7 @@ def outputs_forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     call = Call(*args)
     shape = (call.logits.shape[0], call.topk)
     weights = call.logits.new_empty(shape, dtype=accumulator(call.logits.dtype))
-    return weights, call.logits.new_empty(shape, dtype=call.ids_dtype)
+    return weights, call.logits.new_empty(shape, dtype=call.ids)
 
 
 def outputs_backward(*args: Any) -> torch.Tensor:
