@@ -14,6 +14,7 @@ import torch.distributed as dist
 from vocab_parallel_cases import SCENARIOS, Scenario
 
 import gristmill
+from gristmill.distributed import vocab_parallel
 from gristmill.errors import GristmillError
 
 
@@ -37,8 +38,9 @@ class Counted:
 
     def __init__(self) -> None:
         self.sent: list[int] = []
-        self._gather = dist.all_gather_into_tensor
-        dist.all_gather_into_tensor = self
+        name = vocab_parallel._ALL_GATHER
+        self._gather = getattr(dist, name)
+        setattr(dist, name, self)
 
     def __call__(self, out: torch.Tensor, own: torch.Tensor, **options: Any) -> Any:
         self.sent.append(own.numel())

@@ -7,6 +7,7 @@ has the same bits. The backward pass sends nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -22,6 +23,10 @@ from gristmill.ops.cross_entropy import (
 )
 
 NAME = "vocab_parallel_cross_entropy"
+# The first since torch 2.13, which warns of the other.
+_ALL_GATHER = (
+    "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+)
 
 
 class Options(NamedTuple):
@@ -131,7 +136,7 @@ def vocab_parallel_cross_entropy(
             reduction=reduction,
             return_lse=return_lse,
         )
-    loss, lse = _Function.apply(logits, target, group, ranks, options)  # type: ignore[no-untyped-call]
+    loss, lse = _Function.apply(logits, target, group, options)  # type: ignore[no-untyped-call]
     return (loss, lse) if return_lse else loss
 
 
@@ -161,7 +166,7 @@ def _check(logits: Any, target: Any) -> None:
         if type(value).__module__.startswith("torch.distributed.tensor"):
             raise DtypeError(
                 f"{NAME}: {name} must be this rank's shard as a plain tensor, got a "
-                f"{type(value).__name__}; pass {name}.to_local()"
+                f"{type(value).__name__}; pass {name}.to_local(), or DTensors to cross_entropy"
             )
     semantics.check_rows(NAME, logits, target)
 
@@ -198,17 +203,11 @@ class _Function(torch.autograd.Function):
         logits: torch.Tensor,
         target: torch.Tensor,
         group: dist.ProcessGroup | None,
-        ranks: int,
         options: Options,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        sums = options.label_smoothing > 0
-        args = (logits, target, *options[:3], options.softcap, sums)
-        if torch.compiler.is_compiling():
-            own = CROSS_ENTROPY_SHARD.overload(*args)
-        else:
-            own = CROSS_ENTROPY_SHARD.call((logits, target), args)
-        gathered = _gathered(own, logits.shape[-1], group, ranks, options)
-        loss, lse, denominators = combined(gathered, target, options)
+        own = shard_numbers(logits, target, options)
+        numbers = gather_numbers(own, logits.shape[-1], (group,), options)
+        loss, lse, denominators = combined(numbers, target, options)
         ctx.save_for_backward(logits, target, lse, denominators)
         ctx.options = options
         ctx.set_materialize_grads(False)
@@ -224,43 +223,68 @@ class _Function(torch.autograd.Function):
         tensors = (dloss, dlse, logits, target, lse, denominators, None)
         more = (*options[2:7], options.first_class, options.classes)
         dlogits = CROSS_ENTROPY_BACKWARD.call_in_backward(tensors, (*tensors, *more))
-        return dlogits, None, None, None, None
+        return dlogits, None, None, None
 
 
-def _gathered(
-    own: torch.Tensor,
-    local: int,
-    group: dist.ProcessGroup | None,
-    ranks: int,
-    options: Options,
+def shard_numbers(logits: torch.Tensor, target: torch.Tensor, options: Options) -> torch.Tensor:
+    """What this rank's classes add to the loss of each row: see `cross_entropy_shard`."""
+    sums = options.label_smoothing > 0
+    args = (logits, target, *options[:3], options.softcap, sums)
+    if torch.compiler.is_compiling():
+        own: torch.Tensor = CROSS_ENTROPY_SHARD.overload(*args)
+    else:
+        own = CROSS_ENTROPY_SHARD.call((logits, target), args)
+    return own
+
+
+def gather_numbers(
+    own: torch.Tensor, local: int, groups: Sequence[dist.ProcessGroup | None], options: Options
 ) -> torch.Tensor:
-    """The numbers of all ranks, ``(ranks, rows + 1, numbers)``.
+    """The numbers of all ranks, ``(ranks, rows + 1, numbers)``, in the order of their classes.
 
+    Classes may be shared out over several groups, one within the other; the outermost comes first.
     In the last row each rank says where its shard is: shards that do not fit together could
     otherwise not be told from right ones, but for a wait for the device.
     """
     numbers = own.shape[-1]
     rows = own.numel() // numbers
-    sent = own.new_empty((rows + 1, numbers))
-    sent[:rows] = own.view(rows, numbers)
+    got = own.new_empty((rows + 1, numbers))
+    got[:rows] = own.view(rows, numbers)
     # Exact in fp32 up to 16 million classes.
     for place, value in enumerate((options.first_class, local, options.classes)):
-        sent[rows, place] = value
-    sent[rows, 3:] = 0.0
-    got = own.new_empty((ranks * (rows + 1), numbers))
-    dist.all_gather_into_tensor(got, sent, group=group)
-    return got.view(ranks, rows + 1, numbers)
+        got[rows, place] = value
+    got[rows, 3:] = 0.0
+    for group in reversed(groups):
+        sent, ranks = got, dist.get_world_size(group)
+        got = own.new_empty((ranks * len(sent), numbers))
+        getattr(dist, _ALL_GATHER)(got, sent, group=group)
+    return got.view(-1, rows + 1, numbers)
 
 
 def combined(
     gathered: torch.Tensor, target: torch.Tensor, options: Options
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Loss, lse and denominators from the numbers of all ranks, added up in their order.
+    """Loss, lse and denominators from the numbers of all ranks."""
+    dtype = gathered.dtype
+    loss, lse = by_row(gathered, target, options)
+    denominators = gathered.new_empty(0)
+    if options.reduction != "none":
+        loss = loss.sum()
+    if options.reduction == "mean":
+        count = (target != options.ignore_index).sum()
+        loss = loss / count
+        denominators = count.to(dtype).expand(2).contiguous()
+    return loss.to(dtype), lse.to(dtype), denominators
 
-    In fp64, and rounded once: these are few numbers, and what is left of a difference to the
+
+def by_row(
+    gathered: torch.Tensor, target: torch.Tensor, options: Options
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss and lse of each row, from the numbers of all ranks, added up in their order.
+
+    In fp64, to be rounded once: these are few numbers, and what is left of a difference to the
     unsharded op is that op's own rounding.
     """
-    dtype = gathered.dtype
     numbers = gathered.double()
     fits = _fit(numbers[:, -1, :3], options.classes)
     largest, sums, logits, *totals = numbers[:, :-1].unbind(-1)
@@ -280,15 +304,7 @@ def combined(
     counted = lse.masked_fill(ignored, 0.0)
     if options.z_loss:
         loss = loss + options.z_loss * counted.square()
-    lse = (lse if options.return_lse else counted).to(dtype)
-    denominators = gathered.new_empty(0)
-    if options.reduction != "none":
-        loss = loss.sum()
-    if options.reduction == "mean":
-        count = (~ignored).sum()
-        loss = loss / count
-        denominators = count.to(dtype).expand(2).contiguous()
-    return loss.to(dtype), lse, denominators
+    return loss, lse if options.return_lse else counted
 
 
 def _fit(places: torch.Tensor, classes: int) -> torch.Tensor:

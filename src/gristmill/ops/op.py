@@ -7,9 +7,11 @@ adds no wiring.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -96,6 +98,8 @@ class Op:
     autocast_keys: tuple[str, ...] = ("AutocastCUDA",)
     # Arguments that hold indices: what they index, as (argument, dim). Random values stay below it.
     indices: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    # Arguments that are words to users and ints in the schema: the int of each word.
+    spelled: Mapping[str, Mapping[str | None, int]] = field(default_factory=dict)
     # The public function and how its arguments become the op's, where the two are not the same.
     function: Callable[..., Any] | None = None
     adapt: Callable[..., Arguments] | None = None
@@ -151,7 +155,8 @@ class Op:
                     f"{self.name} has no argument {name!r}; there are: {', '.join(names)}"
                 )
         example = self.example_for(target, shape, dtype, device)
-        return tuple(options.get(name, it) for name, it in zip(names, example, strict=True))
+        given = {name: self._coded(name, value) for name, value in options.items()}
+        return tuple(given.get(name, it) for name, it in zip(names, example, strict=True))
 
     def example_for(
         self,
@@ -177,8 +182,15 @@ class Op:
             if name not in kwargs and position < required:
                 raise TypeError(f"{self.name} needs the argument {name!r}")
             values.append(kwargs[name] if name in kwargs else self.defaults[position - required])
+        values = [self._coded(name, value) for name, value in zip(names, values, strict=True)]
         self.check(*values)
         return tuple(values)
+
+    def _coded(self, name: str, value: Any) -> Any:
+        """A user's word as the op's int; what is no such word stays, for `check` to judge."""
+        if name in self.spelled and (value is None or isinstance(value, str)):
+            return self.spelled[name].get(value, value)
+        return value
 
     def call(self, tensors: tuple[torch.Tensor | None, ...], args: Arguments) -> Any:
         """Run by the shortest safe way; `tensors` are the tensors among `args`.
@@ -293,6 +305,7 @@ class Op:
             return self.run(*self._completed(args))
 
         def fake(*args: Any) -> Any:
+            teach_dtensor()
             values = self._completed(args)
             self.check(*values)
             return self.outputs(*values)
@@ -328,6 +341,17 @@ class Op:
         """The dispatcher leaves out trailing arguments that equal their defaults."""
         missing = len(self.overload._schema.arguments) - len(args)
         return args + self.defaults[len(self.defaults) - missing :] if missing else args
+
+
+def teach_dtensor() -> None:
+    """Give DTensor the rules by which our ops are sharded, once there is a DTensor to see them.
+
+    For fakes: DTensor asks an op's fake for the shapes of the results before it looks for the op's
+    rule, in eager mode and under a compiler alike. Neither our import has to import it then, which
+    takes 0.7 s, nor does any call on plain tensors pay for it.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        import_module("gristmill.integrations.dtensor")
 
 
 def _key_function(schema: Any) -> Callable[..., Hashable]:

@@ -13,7 +13,7 @@ import torch
 from gristmill.errors import ArgumentError, DtypeError, NoGradientError
 from gristmill.ops.checks import has_rows
 from gristmill.ops.direct import refuse_tangents
-from gristmill.ops.op import LIBRARY, NAMESPACE
+from gristmill.ops.op import LIBRARY, NAMESPACE, teach_dtensor
 from gristmill.runners.registry import REGISTRY
 
 
@@ -38,6 +38,7 @@ def _define(op: str, tensors: str, width: str, instead: str) -> None:
         return _checked(op, runner_id, result, inputs, columns)
 
     def fake(*args: Any) -> torch.Tensor:
+        teach_dtensor()
         x: torch.Tensor = args[0]
         has_rows(op, "its first argument", x)
         return x.new_empty((*x.shape[:-1], args[-1]))

@@ -16,6 +16,7 @@ from gristmill.ops.direct import is_transformed, needs_grad
 from gristmill.ops.later import Later
 from gristmill.ops.op import Gradient, Op, no_second_gradient
 from gristmill.ops.plain import Reference
+from gristmill.ops.sharded import ShardedOp, any_dtensor
 
 if TYPE_CHECKING:
     from gristmill.ops.cross_entropy import cases, space
@@ -73,6 +74,11 @@ def cross_entropy(
             lse is not differentiable then.
         inplace: with ``one_pass``, in eager mode: the gradient takes the place of the logits.
 
+    Logits may be a DTensor whose rows or classes are sharded: each rank reads its own part. Target
+    and weight are DTensors on the same mesh then, or plain tensors that are the same on every rank.
+    The results are DTensors, a mean or sum is replicated; ``one_pass`` is taken in two passes, and
+    ``inplace`` is refused.
+
     Returns:
         The loss, fp32 (fp64 for fp64 logits), of no dims, or of target's shape for ``"none"``; with
         ``return_lse`` ``(loss, lse)``. Sums are taken in fp32 (fp64). Differentiable once, in the
@@ -92,7 +98,9 @@ def cross_entropy(
     if one_pass or inplace:
         loss, lse = _one_pass(args, one_pass, inplace)
     elif torch.compiler.is_compiling():
-        if "cross_entropy" in inline.NAMES:
+        if any_dtensor(logits, target, weight):
+            loss, lse, _ = CROSS_ENTROPY.dispatch(*args)
+        elif "cross_entropy" in inline.NAMES:
             CROSS_ENTROPY.check(*args)
             loss, lse, _ = reference.cross_entropy(*args)
         else:
@@ -120,6 +128,8 @@ def _one_pass(
         return pair
     if not torch.compiler.is_compiling():
         CROSS_ENTROPY.check(*args)
+    if any_dtensor(logits, target, weight):
+        return _one_pass_of_dtensors(args, inplace)
     if inplace:
         raise ArgumentError(
             "cross_entropy: inplace works in plain eager mode alone, and something is tracing, "
@@ -131,6 +141,20 @@ def _one_pass(
         return loss, lse
     loss, lse, _ = CROSS_ENTROPY_ONE_PASS.dispatch(*args)
     return loss, lse
+
+
+def _one_pass_of_dtensors(
+    args: tuple[Any, ...], inplace: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """In two passes: the first knows no denominator of a mean over all ranks, and no sum over all
+    classes. What a user sees of one pass holds: lse is a constant."""
+    if inplace:
+        raise ArgumentError(
+            "cross_entropy: inplace must be False where logits are a DTensor, got True: their "
+            "gradient is made from what all ranks have found"
+        )
+    loss, lse, _ = CROSS_ENTROPY.dispatch(*args)
+    return loss, lse.detach()
 
 
 def cross_entropy_backward(
@@ -205,7 +229,7 @@ def _no_gradient(name: str, instead: str) -> Gradient:
     return Gradient(save, backward)
 
 
-CROSS_ENTROPY = Op(
+CROSS_ENTROPY = ShardedOp(
     name="cross_entropy",
     schema=f"(Tensor logits, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
     summary="the cross entropy of rows of logits and their target classes",

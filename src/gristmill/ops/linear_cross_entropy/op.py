@@ -14,6 +14,7 @@ from gristmill.ops.linear_cross_entropy.library import Library
 from gristmill.ops.nvfp4_common import AUTOCAST_KEYS, as_it_is, lowered
 from gristmill.ops.op import Arguments, Gradient, Op, no_second_gradient
 from gristmill.ops.plain import Reference
+from gristmill.ops.sharded import ShardedOp, any_dtensor
 
 if TYPE_CHECKING:
     from gristmill.ops.linear_cross_entropy import cases, space
@@ -56,6 +57,11 @@ def linear_cross_entropy(
             or a quarter of the weight if that is more; the backward pass holds their gradient in
             the same memory.
 
+    x, weight and bias may be DTensors on one mesh: the rows of x sharded, or the classes of weight
+    and bias, or both. Target and class_weight are DTensors on it then, or plain tensors that are
+    the same on every rank; ``chunk_rows`` are rows of one rank. The loss is a DTensor, a mean or
+    sum is replicated.
+
     Returns:
         The loss in fp32 (fp64 for fp64): a scalar, or with ``reduction="none"`` one for each row.
         Logits and their gradient are rounded to x's dtype, as where torch's linear is followed by
@@ -77,7 +83,10 @@ def linear_cross_entropy(
         chunk_rows,
     )
     if torch.compiler.is_compiling():
-        loss: torch.Tensor = LINEAR_CROSS_ENTROPY.overload(*args)[0]
+        if any_dtensor(*args[:5]):
+            loss: torch.Tensor = LINEAR_CROSS_ENTROPY.dispatch(*args)[0]
+        else:
+            loss = LINEAR_CROSS_ENTROPY.overload(*args)[0]
     else:
         loss = LINEAR_CROSS_ENTROPY.call(args[:5], args)[0]
     return loss
@@ -128,7 +137,7 @@ _OPTIONS = (
 )
 _DEFAULTS = (None, None, -100, 0.0, 0.0, None, "mean", None)
 
-LINEAR_CROSS_ENTROPY = Op(
+LINEAR_CROSS_ENTROPY = ShardedOp(
     name="linear_cross_entropy",
     schema=(
         "(Tensor x, Tensor weight, Tensor target, Tensor? bias=None, Tensor? class_weight=None, "

@@ -154,8 +154,9 @@ def _backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         dx = linear_backward(dy, *weight, ctx.columns, ctx.x_dtype)
     if ctx.bias_dtype is not None and ctx.needs_input_grad[4]:
         precise = torch.promote_types(ctx.bias_dtype, torch.float32)
-        rows = dy.unsqueeze(0).flatten(0, -2)  # of no columns, too
-        dbias = rows.sum(0, dtype=precise).to(ctx.bias_dtype)
+        # All dims but the last, one more among them: a vector is one row. No flattening, for rows
+        # that are sharded unevenly over ranks.
+        dbias = dy.unsqueeze(0).sum(tuple(range(dy.dim())), dtype=precise).to(ctx.bias_dtype)
     return dx, None, None, None, dbias, None, None, None
 
 
