@@ -24,7 +24,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 from vllm_layers import FUSED, PRODUCERS, quantization, rank
 from vllm_models import compressed_tensors_config, hf_quant_config, modelopt_config
 
-from gristmill.errors import ArgumentError, CheckpointError
+from gristmill.errors import CheckpointError
 from gristmill.integrations.vllm import adapter
 from gristmill.integrations.vllm.linear_method import GristmillNvfp4LinearMethod
 from gristmill.integrations.vllm.quantization import (
@@ -116,17 +116,18 @@ def test_says_why_it_leaves_one(wanted: str, caplog: pytest.LogCaptureFixture) -
 
 @pytest.mark.parametrize("wanted", ["nvfp4"], indirect=True)
 @pytest.mark.parametrize("asked", [None, NAME])
-def test_leaves_all_when_results_must_not_depend_on_the_batch(
+def test_takes_the_same_when_results_must_not_depend_on_the_batch(
     asked: str | None,
     wanted: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert GristmillNvfp4Config.override_quantization_method(TAKEN["modelopt"], asked) is None
-    own = modelopt_config([], quant_method=NAME)
-    with pytest.raises(ArgumentError, match="VLLM_BATCH_INVARIANT is set"):
-        GristmillNvfp4Config.from_config(own)
+    with caplog.at_level(logging.WARNING, "gristmill"):
+        assert GristmillNvfp4Config.override_quantization_method(TAKEN["modelopt"], asked) == NAME
+        config = GristmillNvfp4Config.from_config(modelopt_config([], quant_method=NAME))
+    assert config.checkpoint.producer == "modelopt"
+    assert caplog.messages == []
 
 
 def test_a_mistake_in_the_settings_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,8 +26,11 @@ from vllm.config import VllmConfig, get_current_vllm_config, set_current_vllm_co
 from vllm.config.kernel import IrOpPriorityConfig
 from vllm.config.utils import Range
 from vllm_counting import CALLS
+from vllm_layers import invariant_provider
 
+from gristmill.integrations.vllm import norms
 from gristmill.integrations.vllm.plugin import register_norms
+from gristmill.select.overrides import is_batch_invariant
 
 pytestmark = pytest.mark.vllm_quick
 
@@ -242,6 +245,44 @@ def test_one_graph_serves_every_number_of_tokens(priority: SetPriority) -> None:
             assert_close(result, block(x, residual), dtype)
     assert len(seen.selected) == 1
     assert sorted(seen.selected[0].values()) == ["gristmill"] * 3 + ["native"]
+
+
+@torch.inference_mode()
+def test_a_batch_invariant_graph_enters_the_mode(
+    priority: SetPriority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As VLLM_BATCH_INVARIANT has it: no clone is left, and rows know no batch, bit by bit."""
+    modes = []
+    inner = norms._rms_norm, norms._fused_add_rms_norm_
+
+    def watching(index: int) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            modes.append(is_batch_invariant())
+            return inner[index](*args, **options)
+
+        return call
+
+    monkeypatch.setattr(norms, "_rms_norm", watching(0))
+    monkeypatch.setattr(norms, "_fused_add_rms_norm_", watching(1))
+    dtype = torch.bfloat16
+    block, (x, residual) = Block(dtype), inputs(8, dtype)
+    priority(NATIVE)
+    expected = block(x.clone(), residual.clone())
+    with invariant_provider():
+        priority(OURS)
+        function, seen = compiled(block, dynamic=True)
+        batch = function(x.clone(), residual.clone())
+        part = function(x[3:6].clone(), residual[3:6].clone())
+        assert "gristmill" in seen.selected[0].values()
+    assert_close(batch, expected, dtype)
+    # The first result is native's norm of a part of ours, left to Inductor.
+    for few, all_of_them in zip(part[1:], batch[1:], strict=True):
+        assert torch.equal(few, all_of_them[3:6])
+    assert modes == [True] * 6
+    assert seen.clones == [(2, 0)]
+    assert seen.targets[0].count("gristmill.vllm_invariant_rms_norm.default") == 2
+    assert seen.targets[0].count("gristmill.vllm_invariant_fused_add_rms_norm_.default") == 1
+    assert not [name for name in seen.targets[0] if name.startswith("vllm_ir")]
 
 
 def test_opcheck(priority: SetPriority) -> None:

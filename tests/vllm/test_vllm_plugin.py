@@ -43,6 +43,8 @@ report = {
     "loaded": sorted(ours),
     "seconds": seconds,
     "supported": {name: one and one.supported for name, one in implementations.items()},
+    "files": {name: one and one.impl_fn.__code__.co_filename.rpartition("/")[2]
+              for name, one in implementations.items()},
     "before": default,
     "default": vars(current_platform.get_default_ir_op_priority(VllmConfig())),
     "asked": vars(VllmConfig(kernel_config={"ir_op_priority": {"rms_norm": "native"}})
@@ -71,6 +73,7 @@ def test_registered_at_once_and_nothing_changed(tmp_path: Path) -> None:
     report, said = load(tmp_path)
     assert report["loaded"] == ["gristmill_norms", "gristmill_nvfp4"]
     assert report["supported"] == dict.fromkeys(NORMS, True)
+    assert report["files"] == dict.fromkeys(NORMS, "norms.py")
     assert report["default"] == report["before"]
     assert report["order"] == {name: ["gristmill", "native"] for name in NORMS}
     assert said == []
@@ -98,13 +101,14 @@ def test_a_mistake_in_the_switch_is_one_line(tmp_path: Path) -> None:
         assert words in line
 
 
-def test_batch_invariant_mode_is_respected(tmp_path: Path) -> None:
+def test_batch_invariant_norms_take_part_in_their_own_mode(tmp_path: Path) -> None:
     report, said = load(tmp_path, GRISTMILL_VLLM="norms", VLLM_BATCH_INVARIANT="1")
-    assert report["default"] == report["before"]
-    assert report["supported"] == dict.fromkeys(NORMS, False)
-    assert report["order"] == {name: ["native"] for name in NORMS}  # though asked for by name
-    (line,) = said
-    assert "VLLM_BATCH_INVARIANT" in line
+    assert report["supported"] == dict.fromkeys(NORMS, True)
+    assert report["files"] == dict.fromkeys(NORMS, "norms_invariant.py")
+    assert report["order"] == {name: ["gristmill", "native"] for name in NORMS}
+    for name in NORMS:
+        assert report["default"][name] == ["gristmill", *report["before"][name]]
+    assert said == []
 
 
 def test_either_half_can_be_left_out(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from vllm import ir
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe import FusedMoEConfig, RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
@@ -15,6 +16,7 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig, 
 from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
 from vllm_models import compressed_tensors_config, modelopt_config
 
+from gristmill.integrations.vllm import norms
 from gristmill.integrations.vllm.quantization import GristmillNvfp4Config
 from gristmill.nvfp4 import NVFP4Tensor
 
@@ -35,6 +37,21 @@ def rank(index: int = 0, of: int = 1, config: VllmConfig | None = None) -> Itera
         patch(f"{places[1]}.get_tensor_model_parallel_world_size", lambda: of),
     ):
         yield config
+
+
+@contextmanager
+def invariant_provider() -> Iterator[None]:
+    """The provider of norms in here is the one that VLLM_BATCH_INVARIANT makes us register."""
+    ops = (ir.ops.rms_norm, ir.ops.fused_add_rms_norm)
+    before = [op.impls.pop(norms.PROVIDER, None) for op in ops]
+    norms.register(*ops, supported=True, batch_invariant=True)
+    try:
+        yield
+    finally:
+        for op, implementation in zip(ops, before, strict=True):
+            del op.impls[norms.PROVIDER]
+            if implementation is not None:
+                op.impls[norms.PROVIDER] = implementation
 
 
 def quantization(producer: str, ignore: tuple[str, ...] = (), **more: Any) -> GristmillNvfp4Config:

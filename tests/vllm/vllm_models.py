@@ -83,12 +83,15 @@ class TinyModel:
         return ["lm_head", *gates]
 
 
-def tiny_llama() -> TinyModel:
-    return _tiny(LLAMA, "model.layers.{}.mlp")
+def tiny_llama(**changes: Any) -> TinyModel:
+    """`changes` are entries of its config."""
+    return _tiny({**LLAMA, **changes}, "model.layers.{}.mlp")
 
 
-def tiny_qwen3_moe() -> TinyModel:
-    return _tiny(QWEN3_MOE, *(f"model.layers.{{}}.mlp.experts.{e}" for e in range(8)))
+def tiny_qwen3_moe(**changes: Any) -> TinyModel:
+    config = {**QWEN3_MOE, **changes}
+    experts = range(config["num_experts"])
+    return _tiny(config, *(f"model.layers.{{}}.mlp.experts.{e}" for e in experts))
 
 
 def with_one_scale(model: TinyModel, parts: Sequence[str]) -> TinyModel:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from gristmill.integrations.vllm.adapter import declined
+from gristmill.integrations.vllm.adapter import FUSED_ADD_RMS_NORM, RMS_NORM, declined
+from gristmill.integrations.vllm.warm import Serving
+from gristmill.log import logger
 
 try:
     from vllm.config import get_current_vllm_config_or_none
@@ -43,6 +45,7 @@ __all__ = [
     "has_dummy_weights",
     "kv_cache_method",
     "register_weight_loader_v2_supported_method",
+    "serving",
 ]
 
 
@@ -76,3 +79,36 @@ def add_to_compile_hash(name: str, value: str) -> bool:
         return False
     config.additional_config.setdefault("gristmill", {})[name] = value
     return True
+
+
+def serving(provider: str) -> Serving:
+    """What the calls to come will be, for the model being loaded; `provider` is that of our norms.
+
+    It is for what is done ahead of time alone, so that a vLLM which has some of it under other
+    names is no reason to decline anything.
+    """
+    config = get_current_vllm_config_or_none()
+    if config is None:
+        return Serving()
+    try:
+        return _serving(config, provider)
+    except Exception as error:
+        logger.debug("vLLM's config is read in another way", exc_info=True)
+        logger.info("vLLM: kernels are compiled for usual numbers of tokens: %r", error)
+        return Serving()
+
+
+def _serving(config: Any, provider: str) -> Serving:
+    parallel, model = config.parallel_config, config.model_config
+    # Experts get the tokens of all data-parallel ranks.
+    most = config.scheduler_config.max_num_batched_tokens * parallel.data_parallel_size
+    captured = tuple(config.compilation_config.cudagraph_capture_sizes or ())
+    order = config.kernel_config.ir_op_priority
+    first = {(getattr(order, name) or [None])[0] for name in (RMS_NORM, FUSED_ADD_RMS_NORM)}
+    hidden = heads = None
+    if model is not None and provider in first:
+        hidden = model.get_hidden_size()
+        queries, keys = model.get_num_attention_heads(parallel), model.get_num_kv_heads(parallel)
+        heads = (queries, keys, model.get_head_size())
+    ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    return Serving(captured, max(most, *captured, 1), hidden, heads, ranks)

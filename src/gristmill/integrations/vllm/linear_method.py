@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from gristmill.integrations.vllm import compat
+from gristmill.integrations.vllm import compat, warm
+from gristmill.integrations.vllm.norms import PROVIDER
 from gristmill.integrations.vllm.weights import (
     HELD,
     NAMES,
@@ -81,7 +82,8 @@ class GristmillNvfp4LinearMethod(compat.LinearMethodBase):  # type: ignore[misc]
         dummy, self.dummy = self.dummy, False
         weight = take(layer, self.prefix, self.names, layer.logical_widths, dummy=dummy)
         name = f"vllm linear {self.prefix}"
-        install(layer, self.names, {"": weight}, Nvfp4LinearRunner, name)
+        held = install(layer, self.names, {"": weight}, Nvfp4LinearRunner, name)
+        warm.expect_linear(held.runner, compat.serving(PROVIDER), invariant=held.invariant)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         held = getattr(layer, HELD)

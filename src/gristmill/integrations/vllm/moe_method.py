@@ -13,7 +13,8 @@ import torch
 from torch.nn import Parameter
 
 from gristmill.errors import ArgumentError
-from gristmill.integrations.vllm import compat
+from gristmill.integrations.vllm import compat, warm
+from gristmill.integrations.vllm.norms import PROVIDER
 from gristmill.integrations.vllm.weights import (
     HELD,
     NAMES,
@@ -114,7 +115,13 @@ class GristmillNvfp4MoeMethod(compat.FusedMoEMethodBase):  # type: ignore[misc]
             alpha=_swiglu(layer, "swiglu_alpha") if self.activation == "swiglu_oai" else None,
         )
         name = f"vllm experts {self.prefix}"
-        install(layer, self.names, weights, make, name, paired="w13_")
+        held = install(layer, self.names, weights, make, name, paired="w13_")
+        warm.expect_experts(
+            held.runner,
+            self.moe.experts_per_token,
+            compat.serving(PROVIDER),
+            invariant=held.invariant,
+        )
 
     def apply(
         self,

@@ -10,6 +10,8 @@ the normalised value rounded to the weight's dtype, then the product to the dtyp
 gristmill's ops would round otherwise is left to vLLM.
 """
 
+import sys
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -25,19 +27,30 @@ PROVIDER = "gristmill"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def register(rms_norm_op: Any, fused_add_rms_norm_op: Any, *, supported: bool) -> None:
+def register(
+    rms_norm_op: Any, fused_add_rms_norm_op: Any, *, supported: bool, batch_invariant: bool = False
+) -> None:
     """Make `gristmill` a provider of both IR ops, where it is none yet.
 
     Being one changes nothing: it runs where an order of priority names it.
+
+    Args:
+        batch_invariant: by the functions of norms_invariant.py.
     """
+    given = sys.modules[__name__]
+    if batch_invariant:
+        given = import_module("gristmill.integrations.vllm.norms_invariant")
     if PROVIDER not in rms_norm_op.impls:
-        rms_norm_op.register_impl(PROVIDER, supported=supported, supports_args=rms_norm_takes)(
-            rms_norm
-        )
+        rms_norm_op.register_impl(
+            PROVIDER, supported=supported, supports_args=given.rms_norm_takes
+        )(given.rms_norm)
     if PROVIDER not in fused_add_rms_norm_op.impls:
         fused_add_rms_norm_op.register_impl(
-            PROVIDER, supported=supported, supports_args=fused_add_rms_norm_takes, inplace=True
-        )(fused_add_rms_norm)
+            PROVIDER,
+            supported=supported,
+            supports_args=given.fused_add_rms_norm_takes,
+            inplace=True,
+        )(given.fused_add_rms_norm)
 
 
 def rms_norm(

@@ -30,16 +30,15 @@ def _register_norms() -> None:
 
     ops = adapter.norm_ops()
     invariant = adapter.is_batch_invariant()
-    # Which kernel runs depends on the number of rows, so none is offered in a mode that promises
-    # the same result for every batch; vLLM skips a provider that is not supported.
-    supported = adapter.runs_here() and not invariant
-    norms.register(ops.rms_norm, ops.fused_add_rms_norm, supported=supported)
-    logger.info("vLLM norms: provider %s is registered", norms.PROVIDER)
+    supported = adapter.runs_here()  # vLLM skips a provider that is not
+    norms.register(
+        ops.rms_norm, ops.fused_add_rms_norm, supported=supported, batch_invariant=invariant
+    )
+    mode = ", batch-invariant, as VLLM_BATCH_INVARIANT is set" if invariant else ""
+    logger.info("vLLM norms: provider %s is registered%s", norms.PROVIDER, mode)
     if not is_switched_on("norms"):
         return
-    if invariant:
-        _say("norms", "stay vLLM's own: VLLM_BATCH_INVARIANT is set")
-    elif not supported:
+    if not supported:
         _say("norms", "stay vLLM's own: gristmill runs on CUDA GPUs and CPUs")
     else:
         try:

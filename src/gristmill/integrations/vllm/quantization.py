@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from gristmill.checkpoints import QuantizationConfig as CheckpointConfig
-from gristmill.errors import ArgumentError, CheckpointError
+from gristmill.errors import CheckpointError
 from gristmill.integrations.vllm import adapter
 from gristmill.integrations.vllm.switch import is_switched_on, tell_once
 
@@ -43,10 +43,6 @@ _OTHER_EXPERTS = {
     "gpt_oss": "its experts have biases, and gate and up in alternate rows",
     "nemotron_h": "its experts have no gate",
 }
-_INVARIANT = (
-    "VLLM_BATCH_INVARIANT is set, and the kernels of gristmill do not promise the same result for "
-    "every batch"
-)
 
 
 def register_nvfp4_methods() -> None:
@@ -91,8 +87,6 @@ class GristmillNvfp4Config(QuantizationConfig):  # type: ignore[misc]
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> GristmillNvfp4Config:
-        if adapter.is_batch_invariant():
-            raise ArgumentError(f"{NAME}: {_INVARIANT}; unset it, or use a method of vLLM's own")
         return cls(_parsed(config), config)
 
     @classmethod
@@ -174,10 +168,9 @@ def reason_to_leave(hf_quant_cfg: Mapping[str, Any], model_type: str | None) -> 
         _parsed(hf_quant_cfg)
         # What the layers need of vLLM. Half a second, and early for vLLM: not before it is asked.
         import_module("gristmill.integrations.vllm.compat")
+        adapter.is_batch_invariant()  # so do they need to know that
     except (CheckpointError, adapter.Declined) as error:
         return str(error)
-    if adapter.is_batch_invariant():
-        return _INVARIANT
     return adapter.why_not_here(MIN_CAPABILITY)
 
 

@@ -14,7 +14,8 @@ from gristmill.checkpoints.checks import check_block_scales
 from gristmill.checkpoints.names import COMPRESSED_TENSORS, MODELOPT, Names
 from gristmill.errors import ArgumentError, CheckpointError
 from gristmill.formats.nvfp4.tensor import BLOCK, NVFP4Tensor, PackedNVFP4
-from gristmill.integrations.vllm import compat
+from gristmill.integrations.vllm import adapter, compat
+from gristmill.integrations.vllm.layer_runner import LayerRunner
 from gristmill.log import warn_once
 from gristmill.runners import register_runner
 from gristmill.version import __version__
@@ -151,7 +152,7 @@ def install(
     runner_name: str,
     *,
     paired: str | None = None,
-) -> None:
+) -> HeldRunner:
     """Give `layer` a runner over `weights`, and the runner's tensors as its parameters.
 
     Those are what the kernels read, in the place of the loaded ones: packed in the same memory
@@ -185,6 +186,7 @@ def install(
         }
         for name, part in parts.items():
             layer.register_parameter(stack + name, part)
+    return held
 
 
 def _of_parameters(weight: PackedNVFP4) -> PackedNVFP4:
@@ -201,6 +203,8 @@ class HeldRunner(torch.nn.Module):
     A module, for Dynamo takes integers of modules as constants. Its weights are the very parameters
     of the layer, so that whatever moves or copies those (`layer.to`, `deepcopy`, vLLM's offloading)
     moves or copies these. A copy registers a runner of its own.
+
+    `invariant`: vLLM was asked for results that do not depend on the batch when the layer was made.
     """
 
     def __init__(
@@ -211,8 +215,10 @@ class HeldRunner(torch.nn.Module):
         self.weights = weights
         self.name = name
         self.runner = make(*weights)
+        self.invariant = adapter.is_batch_invariant()
+        self.registered = LayerRunner(self.runner, invariant=self.invariant)
         self.width = int(weights[-1].shape[-2])
-        self.runner_id = _register(self.runner, name)
+        self.runner_id = _register(self.registered, name)
 
     def fits(self, weights: Sequence[PackedNVFP4]) -> bool:
         return all(
