@@ -5,6 +5,7 @@ from __future__ import annotations
 from gristmill import errors, nn, nvfp4
 from gristmill.distributed import vocab_parallel_cross_entropy
 from gristmill.explain import explain
+from gristmill.integrations.transformers import patch, unpatch
 from gristmill.multikernel import MultiKernel
 from gristmill.ops.cross_entropy import cross_entropy
 from gristmill.ops.inline import inline
@@ -43,12 +44,14 @@ __all__ = [
     "moe",
     "nn",
     "nvfp4",
+    "patch",
     "register_runner",
     "report",
     "rms_norm",
     "softmax",
     "topk_router",
     "tune",
+    "unpatch",
     "use",
     "vocab_parallel_cross_entropy",
     "warmup",

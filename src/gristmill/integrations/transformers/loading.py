@@ -1,0 +1,293 @@
+"""NVFP4 weights on their way from a checkpoint into a model of transformers.
+
+transformers loads a checkpoint name by name: renamings, then at most one converter, which collects
+the tensors for one parameter of the model and makes it of them. Dense layers stay in the model
+until their weight is there; then a layer in NVFP4 takes their place. So the loader sees the names
+it knows, and what a checkpoint lacks is reported as missing in the usual way.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from transformers.core_model_loading import ConversionOps, WeightConverter
+
+from gristmill.checkpoints.checks import check_block_scales, multiplier
+from gristmill.checkpoints.names import COMPRESSED_TENSORS, EXPERTS, MODELOPT, Names
+from gristmill.errors import ArgumentError, CheckpointError
+from gristmill.formats.nvfp4 import NVFP4Tensor
+from gristmill.formats.nvfp4.tensor import BLOCK, E4M3
+from gristmill.integrations.transformers.experts import (
+    DOWN,
+    DOWN_BIAS,
+    GATE_UP,
+    GATE_UP_BIAS,
+    Layout,
+    NVFP4Experts,
+    parameters_of,
+    stacked_rows,
+)
+from gristmill.integrations.transformers.linears import quantized_linear, shape_of
+from gristmill.integrations.transformers.nvfp4 import put_in_place
+
+# What is in checkpoints beside weights: scales of activations and of the KV cache.
+UNUSED = (
+    rf"\.{MODELOPT.input_scale}$",
+    rf"\.{COMPRESSED_TENSORS.input_scale}$",
+    r"\.[qkv]_scale$",
+    r"\.kv_scale$",
+    r"\.(output|prob)_scale$",
+)
+_EXPERT = re.compile(r"(.*)\.(\d+)\.([^.]+)")
+_MATRICES = {name: number for names in EXPERTS for number, name in enumerate(names)}
+_KNOWN = (MODELOPT, COMPRESSED_TENSORS)
+_ROLES = tuple(
+    f"{matrix}{part}"
+    for matrix in ("", "0.", "1.", "2.")
+    for part in ("bias", *(f"{which}:{part}" for which in (0, 1) for part in ("c", "s", "g")))
+)
+
+
+def marked(names: Iterable[str]) -> set[str]:
+    """The modules with a global scale, which only weights in NVFP4 have, by names of tensors."""
+    found = set()
+    for name in names:
+        owner, _, part = name.rpartition(".")
+        if part in (MODELOPT.global_scale, COMPRESSED_TENSORS.global_scale):
+            found.add(owner)
+    return found
+
+
+class Targets:
+    """The modules of a model that are to be in NVFP4, by name, and what has come for them."""
+
+    def __init__(self, model: torch.nn.Module, modules: Mapping[str, Layout | None]) -> None:
+        self.model = model
+        self.modules = dict(modules)
+        self.base = str(getattr(model, "base_model_prefix", "") or "")
+        self._waiting: dict[str, dict[str, NVFP4Tensor | torch.Tensor]] = {}
+
+    def named(self, owner: str) -> str | None:
+        """A target by its name in a checkpoint, which may have the base model's name before it."""
+        for name in (owner, f"{self.base}.{owner}", owner.removeprefix(f"{self.base}.")):
+            if name in self.modules:
+                return name
+        return None
+
+    def put_linear(self, name: str, weight: NVFP4Tensor | torch.Tensor, config: Any) -> None:
+        old = self.model.get_submodule(name)
+        new = quantized_linear(old, weight, method=config.method, act=config.act)
+        self._put(name, new)
+
+    def put_part(
+        self, name: str, parameter: str, part: NVFP4Tensor | torch.Tensor
+    ) -> tuple[str, ...]:
+        """A parameter of experts, which take their place when all are there: then, their names."""
+        parts = self._waiting.setdefault(name, {})
+        parts[parameter] = part
+        layout = self.modules[name]
+        wanted = parameters_of(self.model.get_submodule(name))
+        if layout is None or set(parts) != set(wanted):
+            return ()
+        self._put(name, NVFP4Experts.of_parts(layout, self._waiting.pop(name)))
+        return tuple(f"{name}.{one}" for one in wanted)
+
+    def _put(self, name: str, new: torch.nn.Module) -> None:
+        # Or transformers would draw random numbers into what it did not load itself.
+        loaded: list[Any] = [new, *new.buffers()]
+        for one in loaded:
+            one._is_hf_initialized = True
+        put_in_place(self.model, name, new)
+
+
+class QuantizeOnLoad(ConversionOps):  # type: ignore[misc]
+    """A dense parameter that has been loaded, as NVFP4."""
+
+    def __init__(self, targets: Targets, config: Any) -> None:
+        self.targets, self.config = targets, config
+
+    @torch.no_grad()
+    def convert(
+        self, input_dict: dict[str, Any], *, missing_keys: set[str] | None = None, **_: Any
+    ) -> dict[str, Any]:
+        for full_name, found in input_dict.items():
+            dense = found[0] if isinstance(found, list) else found
+            name, _dot, parameter = full_name.rpartition(".")
+            _check_plain(self.targets.model, full_name)
+            layout = self.targets.modules[name]
+            if layout is None:
+                self.targets.put_linear(name, dense, self.config)
+                done: tuple[str, ...] = (full_name,)
+            else:
+                part = layout.quantized(parameter, dense, self.config.method)
+                done = self.targets.put_part(name, parameter, part)
+            if missing_keys is not None:
+                missing_keys.difference_update(done)
+        return {}
+
+
+class LoadNvfp4(WeightConverter):  # type: ignore[misc]
+    """Collects the parts of NVFP4 weights: all that a checkpoint has for one parameter of a model.
+
+    One converter speaks for all modules. Names are looked up, not matched: a checkpoint of experts
+    has tens of thousands.
+    """
+
+    __slots__ = ("targets",)
+
+    def __init__(self, targets: Targets, config: Any) -> None:
+        super().__init__(list(_ROLES), "nvfp4", [Assemble(targets, config)])
+        self.targets = targets
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LoadNvfp4:
+        """Made for every tensor of a checkpoint: shares all but what is collected."""
+        new = LoadNvfp4.__new__(LoadNvfp4)
+        for kind in type(self).__mro__:
+            for name in getattr(kind, "__slots__", ()):
+                if hasattr(self, name):
+                    object.__setattr__(new, name, getattr(self, name))
+        new.collected_tensors, new.layer_targets = defaultdict(list), defaultdict(set)
+        return new
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        found = self._role(source_key)
+        if found is None:
+            return source_key, None
+        object.__setattr__(self, "_was_used", True)  # one of its base's slots
+        return found
+
+    def _role(self, key: str) -> tuple[str, str] | None:
+        """The parameter of the model that a tensor is for, and what it is of it."""
+        owner, _, part = key.rpartition(".")
+        name = self.targets.named(owner)
+        role = _part(part)
+        if name is not None:
+            layout = self.targets.modules[name]
+            return (f"{name}.weight", role) if layout is None and role is not None else None
+        expert = _EXPERT.fullmatch(owner)
+        if expert is None or expert[3] not in _MATRICES:
+            return None
+        name = self.targets.named(expert[1])
+        if name is None or self.targets.modules[name] is None:
+            return None
+        matrix = _MATRICES[expert[3]]
+        if part == "bias":
+            return f"{name}.{DOWN_BIAS if matrix == 2 else GATE_UP_BIAS}", f"{matrix}.bias"
+        if role is None:
+            return None
+        return f"{name}.{DOWN if matrix == 2 else GATE_UP}", f"{matrix}.{role}"
+
+
+class Assemble(ConversionOps):  # type: ignore[misc]
+    """The parts of one parameter, as the checkpoint has them, into the model."""
+
+    def __init__(self, targets: Targets, config: Any) -> None:
+        self.targets, self.config = targets, config
+
+    @torch.no_grad()
+    def convert(
+        self,
+        input_dict: dict[str, list[torch.Tensor]],
+        *,
+        full_layer_name: str,
+        missing_keys: set[str] | None = None,
+        **_: Any,
+    ) -> dict[str, Any]:
+        name, _dot, parameter = full_layer_name.rpartition(".")
+        _check_plain(self.targets.model, full_layer_name)
+        layout = self.targets.modules[name]
+        if layout is None:
+            weight = _weight(name, input_dict, "")
+            wanted = shape_of(self.targets.model.get_submodule(name))
+            if weight.shape[0] != 1 or tuple(weight.shape[1:]) != wanted:
+                raise CheckpointError(
+                    f"{name}: the weight has shape {tuple(weight.shape[1:])}, the model's has "
+                    f"{wanted}"
+                )
+            one = NVFP4Tensor(weight.codes[0], weight.scales[0], weight.global_scale[0])
+            self.targets.put_linear(name, one, self.config)
+            done: tuple[str, ...] = (full_layer_name,)
+        else:
+            part = self._experts(name, parameter, input_dict)
+            done = self.targets.put_part(name, parameter, part)
+        if missing_keys is not None:
+            missing_keys.difference_update(done)
+        return {}
+
+    def _experts(
+        self, name: str, parameter: str, found: dict[str, list[torch.Tensor]]
+    ) -> NVFP4Tensor | torch.Tensor:
+        matrices = ("2.",) if parameter in (DOWN, DOWN_BIAS) else ("0.", "1.")
+        old = self.targets.model.get_submodule(name)
+        count = len(old.get_parameter(DOWN))
+        for role, tensors in found.items():
+            if len(tensors) != count:
+                raise CheckpointError(
+                    f"{name}: the checkpoint has {len(tensors)} of {count} experts ({role})"
+                )
+        if parameter in (DOWN_BIAS, GATE_UP_BIAS):
+            return torch.cat([torch.stack(found[f"{one}bias"]) for one in matrices], 1)
+        weight = stacked_rows([_weight(name, found, one) for one in matrices])
+        if old.get_parameter(parameter).numel() != weight.shape.numel():
+            raise CheckpointError(
+                f"{name}: {parameter} has shape {tuple(weight.shape)} in the checkpoint, the "
+                f"model's is {tuple(old.get_parameter(parameter).shape)}"
+            )
+        return weight
+
+
+def _part(part: str) -> str | None:
+    """The role of a part of a weight, by any producer's name for it."""
+    for which, names in enumerate(_KNOWN):
+        own = {names.codes: "c", names.scales: "s", names.global_scale: "g"}
+        # "weight_scale" is in both: the first takes it, `_weight` looks there.
+        if part in own:
+            return f"{which}:{own[part]}"
+    return None
+
+
+def _weight(name: str, found: Mapping[str, list[torch.Tensor]], matrix: str) -> NVFP4Tensor:
+    """A stack of matrices, one for each tensor that was collected."""
+    which = 1 if f"{matrix}1:c" in found else 0
+    names: Names = _KNOWN[which]
+    parts = []
+    for role, part in (
+        (f"{which}:c", names.codes),
+        ("0:s", names.scales),
+        (f"{which}:g", names.global_scale),
+    ):
+        tensors = found.get(f"{matrix}{role}")
+        if not tensors:
+            raise CheckpointError(f"{name}: there is no {part} in the checkpoint")
+        parts.append(tensors)
+    codes, scales, factors = parts
+    for one in codes:
+        if one.dtype != torch.uint8 or one.dim() != 2:
+            raise CheckpointError(
+                f"{name}.{names.codes} must be a matrix of U8, got {one.dtype} {tuple(one.shape)}"
+            )
+    wanted = (codes[0].shape[0], codes[0].shape[1] * 2 // BLOCK)
+    for one in scales:
+        if one.dtype != E4M3 or tuple(one.shape) != wanted:
+            raise CheckpointError(
+                f"{name}.{names.scales} must be E4M3 of shape {wanted}, got {one.dtype} "
+                f"{tuple(one.shape)}"
+            )
+    stacked = torch.stack([one.view(torch.uint8) for one in scales]).view(E4M3)
+    check_block_scales(f"{name}.{names.scales}", stacked)
+    where = f"{name}.{names.global_scale}"
+    scale = torch.stack([multiplier(where, one.float().cpu(), names.divides) for one in factors])
+    return NVFP4Tensor(torch.stack(codes), stacked, scale.to(codes[0].device))
+
+
+def _check_plain(model: torch.nn.Module, name: str) -> None:
+    weight = model.get_parameter(name)
+    if type(weight.data) is not torch.Tensor:
+        raise ArgumentError(
+            f"{name} is a {type(weight.data).__name__}: NVFP4 weights cannot be loaded into "
+            f"sharded models; load without a tp_plan or distributed_config"
+        )
