@@ -1,0 +1,105 @@
+"""Programs that AOTInductor has compiled, in a new process that has torch and gristmill."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from export_models import SIZES, exported, inputs, layer, run_python
+from test_export_ops import Calls, kinds_of
+
+from gristmill.ops.registry import OPS
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs g++")
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+RUN = """
+import sys
+import torch
+import gristmill
+
+package, calls, results = sys.argv[1:]
+module = torch._inductor.aoti_load_package(package)
+torch.save({name: module(*args) for name, args in torch.load(calls).items()}, results)
+"""
+
+WITHOUT = """
+import sys
+import torch
+
+assert "gristmill" not in sys.modules
+torch._inductor.aoti_load_package(sys.argv[1])
+"""
+
+
+def packaged(program: torch.export.ExportedProgram, folder: Path) -> str:
+    path = torch._inductor.aoti_compile_and_package(
+        program, package_path=str(folder / "package.pt2")
+    )
+    assert isinstance(path, str)
+    return path
+
+
+def elsewhere(package: str, calls: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What the package gives in a new process, for each call."""
+    torch.save(calls, folder / "calls.pt")
+    done = run_python(RUN, package, folder / "calls.pt", folder / "results.pt")
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = torch.load(folder / "results.pt")
+    return found
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_layer_is_compiled_ahead_of_time(device: str, tmp_path: Path) -> None:
+    """With sizes that stay open, NVFP4 weights among its constants, ops of several results."""
+    model = layer(device)
+    with torch.no_grad():
+        package = packaged(exported(model, device), tmp_path)
+        calls = {name: inputs(device, *sizes) for name, sizes in SIZES.items()}
+        found = elsewhere(package, calls, tmp_path)
+        for name, args in calls.items():
+            for one, other in zip(found[name], model(*args), strict=True):
+                torch.testing.assert_close(one, other)
+    if device == "cpu":
+        done = run_python(WITHOUT, package)
+        assert done.returncode == 1
+        assert "RuntimeError: Could not find schema for gristmill::" in done.stderr
+
+
+class Everything(torch.nn.Module):
+    """Calls of all ops, each with tensors of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = torch.nn.ModuleList(Calls(op, kinds_of(op, 3)) for op in OPS.values())
+
+    def inputs(self, device: str) -> tuple[torch.Tensor, ...]:
+        return tuple(it.to(device) for calls in self.all for it in calls.inputs())
+
+    def forward(self, *tensors: torch.Tensor) -> list[Any]:
+        left, results = list(tensors), []
+        for calls in self.all:
+            count = calls.count
+            # What is written to is a copy: inputs of the program stay as they are.
+            results.append(calls(*[it.clone() for it in left[:count]]))
+            left = left[count:]
+        return results
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_op_is_compiled_ahead_of_time(device: str, tmp_path: Path) -> None:
+    """Words, dtypes, None, and defaults that are left out, through torch's executor of ops."""
+    model = Everything()
+    args = model.inputs(device)
+    with torch.no_grad():
+        package = packaged(torch.export.export(model, args), tmp_path)
+        found = elsewhere(package, {"all": args}, tmp_path)["all"]
+        results = (torch.utils._pytree.tree_leaves(it) for it in (found, model(*args)))
+    for one, other in zip(*results, strict=True):
+        if isinstance(other, torch.Tensor):
+            torch.testing.assert_close(one, other, equal_nan=True)
