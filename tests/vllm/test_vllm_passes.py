@@ -178,7 +178,7 @@ def test_norms_are_chosen_and_lowered_and_no_clone_is_left(
         CALLS.clear()
         given = x.clone()
         result = function(given, residual.clone())
-        assert CALLS == {"rms_norm": 2, "fused_add_rms_norm_": 1}
+        assert CALLS == {"rms_norm": 1, "fused_add_rms_norm_": 1}
         assert torch.equal(given, x)
         assert_close(result, expected, dtype)
 
@@ -189,11 +189,13 @@ def test_norms_are_chosen_and_lowered_and_no_clone_is_left(
         ("rms_norm", None, False),
         ("rms_norm", None, True),
     ]
+    # Heads, whose rows lie apart, are Inductor's to fuse.
     assert selected == {
-        node: "gristmill" if size is None else "native" for node, (_, size, _) in asked.items()
+        node: "gristmill" if size is None and contiguous else "native"
+        for node, (_, size, contiguous) in asked.items()
     }
     assert seen.clones == [(2, 0)]
-    assert targets.count("gristmill.rms_norm.default") == 2
+    assert targets.count("gristmill.rms_norm.default") == 1
     assert targets.count("gristmill.fused_add_rms_norm_.default") == 1
     assert not [name for name in targets if name.startswith("vllm_ir")]
 
@@ -240,11 +242,11 @@ def test_one_graph_serves_every_number_of_tokens(priority: SetPriority) -> None:
         x, residual = inputs(tokens, dtype, seed=tokens)
         CALLS.clear()
         result = function(x.clone(), residual.clone())
-        assert CALLS == {"rms_norm": 2, "fused_add_rms_norm_": 1}
+        assert CALLS == {"rms_norm": 1, "fused_add_rms_norm_": 1}
         with ir.ops.rms_norm.set_priority(NATIVE), ir.ops.fused_add_rms_norm.set_priority(NATIVE):
             assert_close(result, block(x, residual), dtype)
     assert len(seen.selected) == 1
-    assert sorted(seen.selected[0].values()) == ["gristmill"] * 3 + ["native"]
+    assert sorted(seen.selected[0].values()) == ["gristmill"] * 2 + ["native"] * 2
 
 
 @torch.inference_mode()

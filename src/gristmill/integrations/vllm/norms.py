@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from gristmill.ops.direct import needs_grad
 from gristmill.ops.rms_norm import fused_add_rms_norm_ as _fused_add_rms_norm_
@@ -82,6 +83,15 @@ def fused_add_rms_norm(
 def rms_norm_takes(
     x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> bool:
+    # In a graph Inductor joins the norms of heads with the rotary embedding behind them, into two
+    # kernels of 1.4 and 1.6 us; with ours they are four (H200, Qwen3-30B, 16 tokens, 2026-11-16).
+    if x.dim() > 2 and isinstance(x, FakeTensor):
+        return False
+    return is_ours(x, weight, variance_size)
+
+
+def is_ours(x: Tensor, weight: Tensor | None, variance_size: int | None) -> bool:
+    """Whether our op gives what vLLM's does."""
     if variance_size is not None or not _are_rows(x):
         return False
     if weight is None:

@@ -41,8 +41,9 @@ def fused_add_rms_norm(
 def rms_norm_takes(
     x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> bool:
-    # The op around the norm hides it from autograd.
-    return not needs_grad(x, weight) and norms.rms_norm_takes(x, weight, epsilon, variance_size)
+    # The op around the norm hides it from autograd. Heads too, in graphs: what Inductor makes of
+    # them promises nothing.
+    return not needs_grad(x, weight) and norms.is_ours(x, weight, variance_size)
 
 
 fused_add_rms_norm_takes = norms.fused_add_rms_norm_takes
