@@ -165,6 +165,7 @@ LINEAR_OPTIONS: dict[str, dict[str, Any]] = {
     "mean, all": {"options": {**MOST, "chunk_rows": 3}},
     "mean, weights": {"options": MOST, "weighted": True},
     "sum": {"options": {"reduction": "sum", "chunk_rows": 1}},
+    "sum, all": {"options": {**MOST, "reduction": "sum"}},
     "none, all": {"options": {**MOST, "reduction": "none"}},
 }
 LINEAR_SCENARIOS = {

@@ -155,10 +155,12 @@ def refusals() -> dict[str, str]:
     weight = torch.randn(36, 36, dtype=torch.float64)
     heavy = numbers["weight"].requires_grad_()
 
-    def second(call: Any) -> Any:
+    everywhere = spread(whole, mesh, ("R",)).requires_grad_()
+
+    def second(call: Any, leaf: Any = logits) -> Any:
         def run() -> None:
             loss = call()
-            (slope,) = torch.autograd.grad(loss, logits, create_graph=True)
+            (slope,) = torch.autograd.grad(loss, leaf, create_graph=True)
             slope.sum().backward()
 
         return run
@@ -172,6 +174,7 @@ def refusals() -> dict[str, str]:
         "weight": lambda: function(logits, target, weight=heavy),
         "reduction": lambda: function(logits, target, reduction="avg"),
         "second": second(lambda: function(logits, target)),
+        "second, replicated": second(lambda: function(everywhere, target), everywhere),
         "vocab parallel": lambda: gristmill.vocab_parallel_cross_entropy(logits, target),
         "linear plain x": lambda: linear(whole, sharded_weight, target),
         "linear plain weight": lambda: linear(logits, weight, target),
@@ -191,11 +194,21 @@ def refusals() -> dict[str, str]:
 def compiled(name: str, backend: str) -> list[list[torch.Tensor]]:
     """Eager and compiled whole, beside each other: loss and gradients."""
     mesh, numbers = device_mesh(2, 2), Scenario((2, 2), ()).whole()
-    target = numbers["target"]
+    target, dlse = numbers["target"], numbers["dlse"]
     weight = torch.randn(37, 36, generator=torch.manual_seed(5), dtype=torch.float64)
+    classes = numbers["weight"]
 
     def loss_of(logits: torch.Tensor) -> torch.Tensor:
         return gristmill.cross_entropy(logits, target, z_loss=0.1, label_smoothing=0.1) * 2
+
+    def loss_and_lse(logits: torch.Tensor) -> torch.Tensor:
+        loss, lse = gristmill.cross_entropy(
+            logits, target, weight=classes, z_loss=0.1, return_lse=True
+        )
+        each = gristmill.cross_entropy(logits, target, z_loss=0.1, reduction="none")
+        slopes = DTensor.from_local(dlse, mesh, [Replicate()] * 2, run_check=False)
+        slopes = slopes.redistribute(placements=lse.placements)
+        return loss * 2 + (lse * slopes).sum() + (each * slopes).sum()
 
     def linear_of(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return gristmill.linear_cross_entropy(x, weight, target, z_loss=0.1, chunk_rows=4) * 2
@@ -203,6 +216,7 @@ def compiled(name: str, backend: str) -> list[list[torch.Tensor]]:
     function, words = {
         "classes": (loss_of, [("S0", "S-1")]),
         "rows": (loss_of, [("S0", "R")]),
+        "lse": (loss_and_lse, [("S0", "R")]),
         "linear": (linear_of, [("S0", "R"), ("R", "S0")]),
     }[name]
     found = []
@@ -218,14 +232,20 @@ def compiled(name: str, backend: str) -> list[list[torch.Tensor]]:
     return found
 
 
-def flattened(mesh_shape: tuple[int, ...], words: tuple[str, ...]) -> list[torch.Tensor]:
-    """Rows of two dims made one, as most models do: of a sharded sequence every so many rows."""
+def flattened(mesh_shape: tuple[int, ...], words: tuple[str, ...]) -> list[torch.Tensor] | str:
+    """Rows of two dims made one, as most models do: of a sharded sequence every so many rows.
+
+    What torch says where it cannot do that itself.
+    """
     mesh, numbers = (
         device_mesh(*mesh_shape),
         Scenario((4,), (), rows=(4, 8), change=ignored).whole(),
     )
     logits = spread(numbers["logits"], mesh, words).requires_grad_()
-    rows = logits.flatten(0, 1)
+    try:
+        rows = logits.flatten(0, 1)
+    except RuntimeError as error:
+        return str(error)
     target = numbers["target"].flatten()
     each = gristmill.cross_entropy(rows.detach(), target, reduction="none").full_tensor()
     loss = gristmill.cross_entropy(rows, target, z_loss=0.1)

@@ -228,6 +228,7 @@ def refusals() -> dict[str, str]:
             gristmill.nn.NVFP4Linear(16, 64), mesh, NVFP4RowwiseParallel()
         ),
         "twice": lambda: column(done),
+        "subclass": lambda: column(type("Mine", (gristmill.nn.NVFP4Linear,), {})(64, 64)),
         "mesh": lambda: NVFP4ColwiseParallel()._apply(layer, device_mesh(2, 2)),
         "x": lambda: done(torch.randn(2, 48)),
     }

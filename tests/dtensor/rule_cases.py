@@ -152,6 +152,11 @@ def matmul_calls(name: str) -> Iterator[Arguments]:
         yield torch.randn(a, dtype=F64), torch.randn(b, dtype=F64)
 
 
+def row_products_calls(name: str) -> Iterator[Arguments]:
+    for a, b in (((6, 8), (6, 12)), ((5, 6, 8), (5, 6, 12)), ((4, 5, 6, 8), (4, 5, 6, 7))):
+        yield torch.randn(a, dtype=F64), torch.randn(b, dtype=F64)
+
+
 def nvfp4_linear_calls(name: str) -> Iterator[Arguments]:
     weight = quantize(torch.randn(12, COLUMNS))
     x = torch.randn(*LEADING, COLUMNS, dtype=F64)
@@ -184,6 +189,7 @@ SPECIAL = {
     ),
     "scale_gradient_": scale_calls,
     "matmul": matmul_calls,
+    "row_products": row_products_calls,
     **dict.fromkeys(("nvfp4_linear", "nvfp4_linear_backward"), nvfp4_linear_calls),
 }
 

@@ -11,6 +11,8 @@ from mesh_pool import MeshPool
 
 import gristmill
 
+OLD_TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
+
 
 @pytest.fixture(scope="module")
 def found(mesh_pool: MeshPool) -> list[dict[str, Any]]:
@@ -138,7 +140,8 @@ SAID = {
     "in place": "ArgumentError: cross_entropy: inplace must be False where logits are a DTensor",
     "weight": "ArgumentError: cross_entropy: weight must not require grad",
     "reduction": "ArgumentError: cross_entropy: reduction must be",
-    "second": "DoubleBackwardError: cross_entropy_backward",
+    "second": "DoubleBackwardError: cross_entropy: the gradient of DTensors",
+    "second, replicated": "DoubleBackwardError: cross_entropy: the gradient of DTensors",
     "vocab parallel": "DtypeError: vocab_parallel_cross_entropy: logits must be this rank's shard",
     "linear plain x": "DtypeError: linear_cross_entropy: x must be a DTensor where weight is one",
     "linear plain weight": "DtypeError: linear_cross_entropy: weight must be a DTensor",
@@ -154,7 +157,8 @@ def test_what_cannot_be_is_said(mesh_pool: MeshPool) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["classes", *[pytest.param(one, marks=pytest.mark.long) for one in ("rows", "linear")]]
+    "name",
+    ["classes", *[pytest.param(one, marks=pytest.mark.long) for one in ("rows", "linear", "lse")]],
 )
 def test_compiled_whole(name: str, mesh_pool: MeshPool) -> None:
     for eager, compiled in mesh_pool.run("loss_tasks:compiled", name, "aot_eager"):
@@ -177,4 +181,8 @@ def test_flattened_rows(mesh: tuple[int, ...], words: tuple[str, ...], mesh_pool
     loss = gristmill.cross_entropy(logits, target, z_loss=0.1)
     want = [each.detach(), loss.detach(), torch.autograd.grad(loss, logits)[0]]
     for found in mesh_pool.run("loss_tasks:flattened", mesh, words):
+        if isinstance(found, str) and OLD_TORCH:
+            # Its view rules: a DTensor is flattened only where the first of the dims is sharded.
+            assert "Attempted to flatten multiple dimensions, with dimension 1" in found
+            pytest.skip("this torch cannot flatten these logits itself; the loss takes three dims")
         torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)

@@ -144,6 +144,8 @@ SAID = {
     "multiple of 16 columns, which share a scale; got 96, 24 for each",
     "few": "ArgumentError: NVFP4RowwiseParallel: in_features must leave each of 4 ranks",
     "twice": "ArgumentError: NVFP4ColwiseParallel: the module is parallel already",
+    "subclass": "DtypeError: NVFP4ColwiseParallel: the module must be a gristmill.nn.NVFP4Linear "
+    "and no subclass of it, got Mine",
     "mesh": "ArgumentError: NVFP4ColwiseParallel: the mesh must have one dim, got 2",
     "x": "ArgumentError: nvfp4_linear: x must end in K = 64",
 }

@@ -15,13 +15,15 @@ from gristmill.ops.registry import OPS
 
 # Refuses every DTensor.
 REFUSES = "cross_entropy_one_pass_"
+# Parts of gradients, which only DTensors need.
+HELPERS = ("row_products",)
 
 
 def test_every_op_has_a_rule() -> None:
-    assert set(RULES) == {*OPS, *RUNNERS, "runner_gradient"}
+    assert set(RULES) == {*OPS, *RUNNERS, *HELPERS, "runner_gradient"}
 
 
-@pytest.mark.parametrize("name", [name for name in (*OPS, *RUNNERS) if name != REFUSES])
+@pytest.mark.parametrize("name", [name for name in (*OPS, *RUNNERS, *HELPERS) if name != REFUSES])
 def test_every_way_gives_what_one_process_gives(name: str, mesh_pool: MeshPool) -> None:
     for counts in mesh_pool.run("rule_tasks:every_way", name):
         assert counts
@@ -41,7 +43,9 @@ def test_every_way_gives_what_one_process_gives(name: str, mesh_pool: MeshPool) 
         ("linear", [0, 1]),
         ("linear, uneven", [0]),
         ("linear gelu", [0, 1]),
+        ("linear gelu, uneven", [0, 1, 2]),
         ("matmul", [0, 1]),
+        ("matmul, uneven", [0, 1]),
         ("cross_entropy none", [0, 1]),
         ("cross_entropy sum", [0, 1]),
         ("linear_cross_entropy", [0, 1]),
@@ -55,7 +59,7 @@ def test_gradients_of_sharded_rows(name: str, dims: list[int], mesh_pool: MeshPo
     mesh_pool.run("gradient_tasks:gradients", name, dims)
 
 
-@pytest.mark.parametrize("task", ["products", "moved", "options"])
+@pytest.mark.parametrize("task", ["products", "sharded_twice", "moved", "options"])
 def test_task(task: str, mesh_pool: MeshPool) -> None:
     """Each says in its docstring, in gradient_tasks.py, what it shows."""
     mesh_pool.run(f"gradient_tasks:{task}")
@@ -92,3 +96,20 @@ def test_rules_are_there_when_a_dtensor_first_comes(how: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_without_rules_plain_tensors_go_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A torch whose DTensor is another than the one that is known."""
+    from gristmill.ops import op
+
+    def fail(name: str) -> None:
+        raise ImportError(f"no {name}")
+
+    import torch.distributed.tensor
+
+    monkeypatch.setattr(op, "import_module", fail)
+    with torch.device("meta"):
+        assert torch.ops.gristmill.rms_norm(torch.empty(2, 8)).shape == (2, 8)
+    assert "no sharding rules: ImportError: no gristmill.integrations.dtensor" in caplog.text

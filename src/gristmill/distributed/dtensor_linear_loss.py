@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from gristmill.distributed import local_linear_loss, places
 from gristmill.distributed.dtensor_loss import counts_of, reduced
+from gristmill.distributed.modes import keep_modes, modes_of
 from gristmill.distributed.places import Placements
-from gristmill.distributed.vocab_parallel import Options
-from gristmill.errors import ArgumentError, DoubleBackwardError, DtypeError
+from gristmill.distributed.vocab_parallel import Options, rounded
+from gristmill.errors import ArgumentError, DtypeError
 from gristmill.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, LINEAR_CROSS_ENTROPY_BACKWARD
 
 NAME = "linear_cross_entropy"
@@ -147,45 +148,43 @@ class _Function(torch.autograd.Function):
             else:
                 each, lse, _ = LINEAR_CROSS_ENTROPY.call(tensors, args)
         # lse of ignored rows is 0, and so is their part of this.
-        squares = options.z_loss * lse.double().square() if options.z_loss > 0 else None
+        squares = (
+            options.z_loss * rounded(lse, torch.float64).square() if options.z_loss > 0 else None
+        )
         denominators = lse.new_empty(0)
         if options.reduction == "none":
-            loss = (each if squares is None else each + squares).to(lse.dtype)
+            loss = rounded(each if squares is None else each + squares, lse.dtype)
         else:
             classes = options.classes or weight.shape[0]
             counts = counts_of(target, class_weight, classes, options)
             penalty = None if squares is None else squares.sum()
-            total = each.double().sum()
+            total = each.sum(dtype=torch.float64)
             loss, denominators = reduced(total, penalty, counts, rows, lse.dtype)
         ctx.save_for_backward(*tensors, lse, denominators)
         ctx.options, ctx.chunk_rows = options, chunk_rows
+        keep_modes(ctx)
         return loss
 
     @staticmethod
     def backward(ctx: Any, dloss: torch.Tensor) -> tuple[Any, ...]:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise DoubleBackwardError(
-                f"{NAME}: the gradient of DTensors has no gradient of its own; use "
-                f"torch.nn.functional.linear and torch.nn.functional.cross_entropy where you need "
-                f"double backward (create_graph=True)"
-            )
+        places.refuse_second_gradient(
+            NAME, "torch.nn.functional.linear and torch.nn.functional.cross_entropy"
+        )
         x, weight, target, bias, class_weight, lse, denominators = ctx.saved_tensors
         options: Options = ctx.options
         x_grad, weight_grad, bias_grad = ctx.needs_input_grad[:3]
         bias_grad = bias is not None and bias_grad
         wanted = (x_grad, weight_grad, bias_grad)
-        if options.classes:
-            dx, dweight, dbias = local_linear_loss.backward(
-                (x, weight, target, bias),
-                (dloss, lse, denominators),
-                options,
-                ctx.chunk_rows,
-                wanted,
-            )
-        else:
-            tensors = (x, weight, target, bias, class_weight, dloss, None, lse, denominators)
-            args = (*tensors, *options[2:7], ctx.chunk_rows, *wanted)
-            dx, dweight, dbias = LINEAR_CROSS_ENTROPY_BACKWARD.call_in_backward(tensors, args)
+        with modes_of(ctx):
+            if options.classes:
+                parts, numbers = (x, weight, target, bias), (dloss, lse, denominators)
+                dx, dweight, dbias = local_linear_loss.backward(
+                    parts, numbers, options, ctx.chunk_rows, wanted
+                )
+            else:
+                tensors = (x, weight, target, bias, class_weight, dloss, None, lse, denominators)
+                args = (*tensors, *options[2:7], ctx.chunk_rows, *wanted)
+                dx, dweight, dbias = LINEAR_CROSS_ENTROPY_BACKWARD.call_in_backward(tensors, args)
         found = (
             one if needed else None
             for one, needed in zip((dx, dweight, dbias), wanted, strict=True)

@@ -13,12 +13,20 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate
 
 from gristmill.distributed import places
+from gristmill.distributed.modes import keep_modes, modes_of
 from gristmill.distributed.places import Places
-from gristmill.distributed.vocab_parallel import Options, by_row, gather_numbers, shard_numbers
+from gristmill.distributed.vocab_parallel import (
+    Options,
+    by_row,
+    gather_numbers,
+    rounded,
+    shard_numbers,
+)
 from gristmill.ops.cross_entropy import CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD
 from gristmill.ops.cross_entropy.one_pass import refuse_weight_gradient
 
 NAME = "cross_entropy"
+_INSTEAD = "torch.nn.functional.cross_entropy"
 
 
 def cross_entropy_of(
@@ -62,12 +70,26 @@ def _loss_and_lse(
         groups = here.vocabulary, here.rows
         loss, lse = _Function.apply(logits, target, weight, *groups, options)  # type: ignore[no-untyped-call]
         return loss, lse
-    args = (logits, target, weight, *more)
     if torch.compiler.is_compiling():
-        loss, lse, _ = CROSS_ENTROPY.overload(*args)
-    else:
-        loss, lse, _ = CROSS_ENTROPY.call(args[:3], args)
+        loss, lse, _ = CROSS_ENTROPY.overload(logits, target, weight, *more)
+        return loss, lse
+    logits = _Once.apply(logits)  # type: ignore[no-untyped-call]
+    tensors = (logits, target, weight)
+    loss, lse, _ = CROSS_ENTROPY.call(tensors, (*tensors, *more))
     return loss, lse
+
+
+class _Once(torch.autograd.Function):
+    """Passes a tensor through, and refuses a gradient that is to have one of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        places.refuse_second_gradient(NAME, _INSTEAD)
+        return gradient
 
 
 class _Function(torch.autograd.Function):
@@ -88,8 +110,8 @@ class _Function(torch.autograd.Function):
             numbers = gather_numbers(own, logits.shape[-1], vocabulary, options)
             each, exact = by_row(numbers, target, options)
             dtype = own.dtype
-            lse = exact.to(dtype)
-            loss = each.to(dtype) if options.reduction == "none" else each.sum()
+            lse = rounded(exact, dtype)
+            loss = rounded(each, dtype) if options.reduction == "none" else each.sum()
             penalty = None
         else:
             loss, penalty, lse = _local_parts(logits, target, weight, options)
@@ -100,11 +122,13 @@ class _Function(torch.autograd.Function):
             loss, denominators = reduced(loss, penalty, counts, rows, dtype)
         ctx.save_for_backward(logits, target, lse, denominators, weight)
         ctx.options = options
+        keep_modes(ctx)
         ctx.set_materialize_grads(False)
         return loss, lse
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        places.refuse_second_gradient(NAME, _INSTEAD)
         logits, target, lse, denominators, weight = ctx.saved_tensors
         options: Options = ctx.options
         dloss, dlse = gradients
@@ -112,7 +136,8 @@ class _Function(torch.autograd.Function):
             dloss = lse.new_zeros(target.shape if options.reduction == "none" else ())
         tensors = (dloss, dlse, logits, target, lse, denominators, weight)
         more = (*options[2:7], options.first_class, options.classes)
-        dlogits = CROSS_ENTROPY_BACKWARD.call_in_backward(tensors, (*tensors, *more))
+        with modes_of(ctx):
+            dlogits = CROSS_ENTROPY_BACKWARD.call_in_backward(tensors, (*tensors, *more))
         return dlogits, None, None, None, None, None
 
 
@@ -141,7 +166,7 @@ def _local_parts(
         loss, lse, _ = CROSS_ENTROPY.call((logits, target, weight), args)
     if not is_apart:
         return loss, None, lse
-    counted = lse.double().masked_fill(target == options.ignore_index, 0.0)
+    counted = rounded(lse, torch.float64).masked_fill(target == options.ignore_index, 0.0)
     return loss, options.z_loss * counted.square().sum(), lse
 
 
@@ -170,14 +195,15 @@ def reduced(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss over the rows of all ranks, of these parts of it, and the denominators."""
     if counts is None:
-        total = _over(loss.double(), rows)
-        return total.to(dtype), total.new_empty(0, dtype=dtype)
+        whole = rounded(loss, torch.float64)
+        total = _over(whole if penalty is None else whole + penalty, rows)
+        return rounded(total, dtype), total.new_empty(0, dtype=dtype)
     apart = torch.zeros_like(counts[0]) if penalty is None else penalty
-    parts = _over(torch.stack((loss.double(), apart, *counts)), rows)
+    parts = _over(torch.stack((rounded(loss, torch.float64), apart, *counts)), rows)
     total = parts[0] / parts[2]
     if penalty is not None:
         total = total + parts[1] / parts[3]
-    return total.to(dtype), parts[2:].to(dtype)
+    return rounded(total, dtype), rounded(parts[2:], dtype)
 
 
 def _over(numbers: torch.Tensor, groups: tuple[dist.ProcessGroup, ...]) -> torch.Tensor:

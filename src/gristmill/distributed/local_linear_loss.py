@@ -13,7 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gristmill.distributed.vocab_parallel import Options, by_row, gather_numbers, shard_numbers
+from gristmill.distributed.vocab_parallel import (
+    Options,
+    by_row,
+    gather_numbers,
+    rounded,
+    shard_numbers,
+)
 from gristmill.ops.cross_entropy import CROSS_ENTROPY_BACKWARD
 from gristmill.ops.linear_cross_entropy import chunks
 from gristmill.ops.linear_cross_entropy.problem import Sizes
@@ -42,7 +48,7 @@ def forward(
     own = torch.cat(found) if found else x.new_empty((0, numbers), dtype=accumulator(x.dtype))
     told = gather_numbers(own, classes, groups, options)
     each, lse = by_row(told, target, options._replace(z_loss=0.0, return_lse=False))
-    return each, lse.to(own.dtype)
+    return each, rounded(lse, own.dtype)
 
 
 def backward(

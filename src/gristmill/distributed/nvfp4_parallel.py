@@ -163,6 +163,11 @@ class _Style(ParallelStyle):
             )
         if isinstance(module, ParallelNVFP4Linear):
             raise ArgumentError(f"{name}: the module is parallel already; a style is applied once")
+        if type(module) is not NVFP4Linear:  # its own forward would be gone
+            raise DtypeError(
+                f"{name}: the module must be a gristmill.nn.NVFP4Linear and no subclass of it, got "
+                f"{type(module).__name__}"
+            )
         if device_mesh.ndim != 1:
             raise ArgumentError(
                 f"{name}: the mesh must have one dim, got {device_mesh.ndim}; of a larger one pass "

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from gristmill.errors import ArgumentError, DtypeError
+from gristmill.errors import ArgumentError, DoubleBackwardError, DtypeError
 
 Placements = tuple[Placement, ...]
 
@@ -129,3 +129,16 @@ def partial_over(placements: Sequence[Placement], summed: Sequence[bool]) -> Pla
     return tuple(
         Partial() if partly else one for one, partly in zip(placements, summed, strict=True)
     )
+
+
+def refuse_second_gradient(op: str, instead: str) -> None:
+    """For a backward pass, in which autograd records nothing unless a gradient of it is wanted.
+
+    It is said at once: on the way back to the DTensor torch 2.11 loses what was recorded, so that
+    a second gradient would be none, without a word.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise DoubleBackwardError(
+            f"{op}: the gradient of DTensors has no gradient of its own; use {instead} where you "
+            f"need double backward (create_graph=True)"
+        )

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 import torch.distributed as dist
 
+from gristmill.distributed.modes import keep_modes, modes_of
 from gristmill.errors import ArgumentError, DtypeError
 from gristmill.ops import checks
 from gristmill.ops.cross_entropy import (
@@ -210,6 +211,7 @@ class _Function(torch.autograd.Function):
         loss, lse, denominators = combined(numbers, target, options)
         ctx.save_for_backward(logits, target, lse, denominators)
         ctx.options = options
+        keep_modes(ctx)
         ctx.set_materialize_grads(False)
         return loss, lse
 
@@ -222,7 +224,8 @@ class _Function(torch.autograd.Function):
             dloss = lse.new_zeros(target.shape if options.reduction == "none" else ())
         tensors = (dloss, dlse, logits, target, lse, denominators, None)
         more = (*options[2:7], options.first_class, options.classes)
-        dlogits = CROSS_ENTROPY_BACKWARD.call_in_backward(tensors, (*tensors, *more))
+        with modes_of(ctx):
+            dlogits = CROSS_ENTROPY_BACKWARD.call_in_backward(tensors, (*tensors, *more))
         return dlogits, None, None, None
 
 
@@ -274,7 +277,16 @@ def combined(
         count = (target != options.ignore_index).sum()
         loss = loss / count
         denominators = count.to(dtype).expand(2).contiguous()
-    return loss.to(dtype), lse.to(dtype), denominators
+    return rounded(loss, dtype), rounded(lse, dtype), denominators
+
+
+def rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`tensor.to(dtype)`, but for nothing at all where it has that dtype.
+
+    In an autograd function that torch 2.11 compiles, what `to` passes through is a result twice
+    over, once as itself and once as what was kept on the way, and its gradient is lost: 0.
+    """
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def by_row(
@@ -285,7 +297,7 @@ def by_row(
     In fp64, to be rounded once: these are few numbers, and what is left of a difference to the
     unsharded op is that op's own rounding.
     """
-    numbers = gathered.double()
+    numbers = rounded(gathered, torch.float64)
     fits = _fit(numbers[:, -1, :3], options.classes)
     largest, sums, logits, *totals = numbers[:, :-1].unbind(-1)
     largest_of_all = largest.amax(0)

@@ -18,6 +18,7 @@ import torch
 from torch.autograd.function import _SingleLevelFunction
 
 from gristmill.errors import ArgumentError, DoubleBackwardError, VariantUnavailable
+from gristmill.log import warn_once
 from gristmill.ops.direct import (
     PLAIN,
     is_direct,
@@ -350,8 +351,17 @@ def teach_dtensor() -> None:
     rule, in eager mode and under a compiler alike. Neither our import has to import it then, which
     takes 0.7 s, nor does any call on plain tensors pay for it.
     """
-    if "torch.distributed.tensor" in sys.modules:
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    try:
         import_module("gristmill.integrations.dtensor")
+    except (ImportError, AttributeError) as error:
+        # A torch whose DTensor is another: plain tensors, for which fakes run too, go on without.
+        warn_once(
+            "dtensor rules",
+            f"this torch ({torch.__version__}) has a DTensor that gristmill does not know, and its "
+            f"ops have no sharding rules: {type(error).__name__}: {error}",
+        )
 
 
 def _key_function(schema: Any) -> Callable[..., Hashable]:

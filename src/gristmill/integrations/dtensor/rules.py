@@ -149,6 +149,9 @@ def _linear_with_pre(call: Call) -> Sharding:
 _MATMUL = Sharding(
     {"a": "*rows m k", "b": "*rows k n"}, (Result("rows m n", sums="k"),), along="rows m n k"
 )
+_ROW_PRODUCTS = Sharding(
+    {"a": "rows m", "b": "rows n"}, (Result("m n", sums="rows"),), along="rows m n"
+)
 
 # Experts are whole on every rank, their tokens need not be.
 _TOKENS = {
@@ -235,6 +238,7 @@ RULES: dict[str, Rule] = {
     "linear": _linear,
     "linear_with_pre": _linear_with_pre,
     "matmul": _always(_MATMUL),
+    "row_products": _always(_ROW_PRODUCTS),
     "moe": _always(Sharding(_TOKENS, (_TOKEN,))),
     "moe_backward": _moe_backward,
     "nvfp4_linear": _nvfp4_linear,

@@ -12,6 +12,7 @@ from gristmill.ops import inline
 from gristmill.ops.later import Later
 from gristmill.ops.linear import by_row, problem, reference, semantics
 from gristmill.ops.linear.library import Library, LibraryFused, composed, rows_of
+from gristmill.ops.linear.row_products import define, has_sharded_rows, row_products
 from gristmill.ops.linear.triton import TRITON
 from gristmill.ops.op import Arguments, Gradient, Op
 from gristmill.ops.plain import Reference
@@ -209,6 +210,8 @@ def _gradients(
     """dx = dh @ weight, dweight = dh.T @ x, dbias = the sum of dh's rows; those that are wanted."""
     # Of trailing arguments that equal their defaults the dispatcher tells nothing.
     wanted = (*ctx.needs_input_grad, False, False)
+    if has_sharded_rows(dh):
+        return *_gradients_unflattened(dh, x, weight, wanted), None
     rows = rows_of(dh)
     dx = dweight = dbias = None
     if wanted[0]:
@@ -220,6 +223,25 @@ def _gradients(
     if wanted[2]:
         dbias = rows.sum(0)
     return dx, dweight, dbias, None
+
+
+def _gradients_unflattened(
+    dh: torch.Tensor,
+    x: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    wanted: tuple[bool, ...],
+) -> tuple[Any, Any, Any]:
+    """The same with dh's dims as they are: DTensor cannot flatten all that is sharded."""
+    dx = dweight = dbias = None
+    if wanted[0]:
+        assert weight is not None
+        dx = _product(dh, weight)
+    if wanted[1]:
+        assert x is not None
+        dweight = row_products(dh, x)
+    if wanted[2]:
+        dbias = dh.sum(tuple(range(dh.dim() - 1)))
+    return dx, dweight, dbias
 
 
 def _save_matmul(ctx: Any, inputs: Arguments, output: Any) -> None:
@@ -249,6 +271,8 @@ def _backward_matmul(ctx: Any, dc: torch.Tensor) -> tuple[Any, ...]:
 
 def _over_batches(a: torch.Tensor, dc: torch.Tensor) -> torch.Tensor:
     """The gradient for the one B of all batches: one product, with the batches in its sum."""
+    if has_sharded_rows(a):
+        return row_products(a, dc)
     return _product(rows_of(a).t(), rows_of(dc))
 
 
@@ -345,6 +369,8 @@ MATMUL = Op(
     autocast_keys=_AUTOCAST_KEYS,
     function=matmul,
 )
+
+define(MATMUL)
 
 for _name in ("linear", "matmul"):
     inline.allow_inline(_name)
