@@ -261,7 +261,9 @@ def test_what_is_done_to_logits_and_is_neither_scale_nor_softcap() -> None:
     reasons = {
         0.5: "neither a scale nor a softcap",
         torch.nn.Parameter(torch.ones(())): "weights of its own",
-        torch.ones(VOCABULARY): "other rows",
+        torch.ones(VOCABULARY): "neither a scale nor a softcap",
+        torch.arange(VOCABULARY) / 8: "not treat all logits of a token alike",
+        torch.ones(2, 1, 1, 1): "other rows",
     }
     for added, reason in reasons.items():
         model.added = added

@@ -137,7 +137,15 @@ def test_on_a_gpu(name: str, autocast: torch.dtype | None) -> None:
                     wanted = module(x)
                 except RuntimeError:
                     continue
-                assert_same(patched(x), wanted)
+                got = patched(x)
+            try:
+                assert_same(got, wanted)
+            except AssertionError as error:
+                off = int((got != wanted).sum()) if got.shape == wanted.shape else "all"
+                raise AssertionError(
+                    f"x {x_dtype}, weight {weight_dtype}, autocast {autocast}: {off} elements of "
+                    f"{wanted.numel()} differ; {got.dtype} for {wanted.dtype}; {patched.gristmill}"
+                ) from error
 
 
 def test_cuda_autocast_is_foreseen_without_a_gpu() -> None:
@@ -146,7 +154,7 @@ def test_cuda_autocast_is_foreseen_without_a_gpu() -> None:
 
     bf16, fp32 = torch.bfloat16, torch.float32
     given = {
-        name: pair(name)[1].gristmill.autocast_routes[bf16, fp32].out_dtype
+        name: pair(name)[1].gristmill.autocast_routes[bf16][bf16, fp32].out_dtype
         for name in ("layer", "rms", "llama", "gemma2", "t5", "cohere")
     }
     rms = fp32 if TORCH_AUTOCASTS else bf16
@@ -158,6 +166,15 @@ def test_cuda_autocast_is_foreseen_without_a_gpu() -> None:
         "t5": fp32,
         "cohere": bf16,
     }
+
+
+def test_a_norm_that_gives_the_dtype_of_autocast() -> None:
+    """Nemotron's rounds input and weight to it: we may where nothing is lost, whatever is in x."""
+    bf16, fp16 = torch.bfloat16, torch.float16
+    for to, pairs in {bf16: {(bf16, bf16)}, fp16: {(fp16, fp16), (fp16, bf16)}}.items():
+        routes = pair("nemotron")[1].gristmill.autocast_routes[to]
+        assert set(routes) == pairs
+        assert {route.out_dtype for route in routes.values()} == {to}
 
 
 @pytest.mark.parametrize("name", NOT_NORMS)

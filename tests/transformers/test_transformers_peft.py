@@ -124,6 +124,31 @@ def test_all_linear_layers(name: str) -> None:
     assert targets(model) == targets(tiny(name))
 
 
+_LATER = """
+import sys
+import warnings
+import peft
+sys.path.insert(0, sys.argv[1])
+from tf_models import tiny
+from gristmill.integrations.transformers.nvfp4 import quantize_modules
+
+warnings.simplefilter("ignore")
+settings = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+peft.get_peft_model(tiny("qwen3_moe"), peft.LoraConfig(**settings))
+model = tiny("qwen3_moe")
+quantize_modules(model, True)
+wrapped = peft.get_peft_model(model, peft.LoraConfig(**settings))
+print(sum(type(one).__name__ == "LoraNVFP4Linear" for one in wrapped.modules()))
+"""
+
+
+def test_all_linear_layers_after_peft_was_at_work() -> None:
+    """By then its modules have imported by name what is wrapped for NVFP4 layers."""
+    command = [sys.executable, "-c", _LATER, str(Path(__file__).parent)]
+    done = subprocess.run(command, timeout=120, check=False, capture_output=True, text=True)
+    assert done.stdout.strip() == "8", done.stderr
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_all_linear_layers_beside_experts() -> None:
     model = tiny("qwen3_moe")

@@ -23,6 +23,7 @@ from gristmill.nn import NVFP4Linear
 
 _MODULE = "peft.tuners.lora.model"
 _ALL_LINEAR = "all-linear"
+_INCLUDE = "_maybe_include_all_linear_layers"
 # Starts that do not read the weight; PEFT would take codes for it.
 _INITS = (True, False, "gaussian", "eva")
 _lock = threading.Lock()
@@ -99,8 +100,8 @@ def _complete(module: ModuleType) -> None:
 def _complete_all_linear() -> None:
     """Let the word "all-linear" speak for NVFP4 layers, too."""
     utils = sys.modules.get("peft.tuners.tuners_utils")
-    usual = getattr(utils, "_maybe_include_all_linear_layers", None)
-    if utils is None or usual is None:
+    usual = getattr(utils, _INCLUDE, None)
+    if usual is None:
         return
 
     def include(peft_config: Any, model: Any) -> Any:
@@ -115,7 +116,11 @@ def _complete_all_linear() -> None:
             peft_config.target_modules = {*peft_config.target_modules, *ours}
         return peft_config
 
-    utils._maybe_include_all_linear_layers = include  # type: ignore[attr-defined]
+    # Also where it was imported by name: PEFT's module for the experts of mixtures does, and is
+    # loaded with the first model that gets adapters, which may have been before this.
+    for name, module in list(sys.modules.items()):
+        if name.startswith("peft.") and getattr(module, "__dict__", {}).get(_INCLUDE) is usual:
+            setattr(module, _INCLUDE, include)
 
 
 _made: Any = None

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from gristmill.integrations.transformers.casting import Routes, find_routes
+from gristmill.integrations.transformers.casting import AutocastRoutes, Routes, find_routes
 from gristmill.integrations.transformers.probe import Probe, Unlike, near
 from gristmill.ops.layer_norm import reference as layer
 from gristmill.ops.rms_norm import reference as rms
@@ -33,7 +33,8 @@ class Norm:
     `weight` and `bias` are names of the module's own tensors; `argument` is the name of its input;
     `dims` is over how many dims at the end it normalises. `routes` has, for the dtypes of x and
     weight (None: there is none), the casting and the dtype of the result; `autocast_routes` the
-    same for what CUDA's autocast makes of it. Pairs that are not there run as before.
+    same for what CUDA's autocast makes of it, by the dtype that this is to. Pairs that are not
+    there run as before.
     """
 
     kind: str
@@ -44,7 +45,7 @@ class Norm:
     dims: int
     argument: str
     routes: Routes
-    autocast_routes: Routes
+    autocast_routes: AutocastRoutes
 
     def __str__(self) -> str:
         options = [f"eps={self.eps}"]

@@ -20,6 +20,8 @@ from torch.utils._pytree import tree_map
 from gristmill.integrations.transformers.probe import Probe, Unlike, near, same_roundings
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# What autocast may be asked for: some modules give their result in it.
+AUTOCAST_DTYPES = (torch.bfloat16, torch.float16)
 
 Reference = Callable[..., torch.Tensor]
 
@@ -38,20 +40,25 @@ class Route:
 
 
 Routes = dict[tuple[torch.dtype, "torch.dtype | None"], Route]
+AutocastRoutes = dict[torch.dtype, Routes]
 
 
 def find_routes(
     probe: Probe, reference: Reference, eps: float | None, *, offset: float
-) -> tuple[Routes, Routes]:
-    """The routes as they are, and under CUDA's autocast."""
+) -> tuple[Routes, AutocastRoutes]:
+    """The routes as they are, and under CUDA's autocast to each of its dtypes."""
     weight_dtypes: tuple[torch.dtype | None, ...] = DTYPES if probe.tensors else (None,)
     routes: Routes = {}
-    autocast_routes: Routes = {}
+    autocast_routes: AutocastRoutes = {dtype: {} for dtype in AUTOCAST_DTYPES}
+    ways: list[tuple[Routes, Callable[..., torch.Tensor]]] = [(routes, probe.run)]
+    ways += [(autocast_routes[to], partial(_run_autocast, probe, to)) for to in AUTOCAST_DTYPES]
     for x_dtype, weight_dtype in product(DTYPES, weight_dtypes):
         tensors = probe.tensors_in(weight_dtype or torch.float32)
-        # Ordinary numbers, and such as show eps.
-        inputs = [probe.input(x_dtype, scale=s) for s in (1.0, 0.3 * (eps or 1e-6) ** 0.5)]
-        for found, run in ((routes, probe.run), (autocast_routes, partial(_run_autocast, probe))):
+        # Ordinary numbers, such as show eps, and such as fp16 does not have: a module may round its
+        # input to it.
+        scales = [1.0, 0.3 * (eps or 1e-6) ** 0.5, *([2.0**20] if x_dtype != torch.float16 else [])]
+        inputs = [probe.input(x_dtype, scale=scale) for scale in scales]
+        for found, run in ways:
             try:
                 results = [run(x, tensors) for x in inputs]
             except Unlike:
@@ -116,9 +123,11 @@ class _OnCuda(torch.Tensor):
         return tree_map(lambda v: cls(v) if isinstance(v, torch.Tensor) else v, results)
 
 
-def _run_autocast(probe: Probe, x: torch.Tensor, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+def _run_autocast(
+    probe: Probe, to: torch.dtype, x: torch.Tensor, tensors: dict[str, torch.Tensor]
+) -> torch.Tensor:
     there: dict[str, torch.Tensor] = {name: _OnCuda(tensor) for name, tensor in tensors.items()}
-    with torch.no_grad(), _cuda_autocast():
+    with torch.no_grad(), _cuda_autocast(to):
         y = probe.forward(_OnCuda(x), there)
     if not isinstance(y, _OnCuda):
         raise Unlike("its result is on another device than its input")
@@ -126,11 +135,11 @@ def _run_autocast(probe: Probe, x: torch.Tensor, tensors: dict[str, torch.Tensor
 
 
 @contextmanager
-def _cuda_autocast() -> Iterator[None]:
-    """As torch.autocast("cuda"), which refuses where there is no GPU."""
+def _cuda_autocast(to: torch.dtype) -> Iterator[None]:
+    """As torch.autocast("cuda", to), which refuses where there is no GPU."""
     before: Any = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     torch.set_autocast_enabled("cuda", True)
-    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    torch.set_autocast_dtype("cuda", to)
     try:
         yield
     finally:

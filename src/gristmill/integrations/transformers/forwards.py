@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -49,11 +51,10 @@ class ExchangedForward:
 
     @property
     def original(self) -> Callable[..., Any]:
-        """What the module ran before, bound to it."""
+        """What the module ran before, for arguments without the module."""
         if self.previous is not None:
             return self.previous
-        bound: Callable[..., Any] = type(self.module).forward.__get__(self.module)
-        return bound
+        return _class_forward(self.module)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -107,8 +108,10 @@ def restore_forward(module: torch.nn.Module) -> bool:
     own: dict[str, Any] = vars(module)
     place = _place(module)
     if place in own and own[place] is forward:
-        if forward.previous is not None or place == _HOOKED:
-            own[place] = forward.original
+        if forward.previous is not None:
+            own[place] = forward.previous
+        elif place == _HOOKED:
+            own[place] = MethodType(type(module).forward, module)
         else:
             del own[place]
     for name in (OPTIONS, _OURS, _REPLICATE):
@@ -142,11 +145,17 @@ def own_forward(module: torch.nn.Module) -> Callable[..., Any] | None:
 
 
 def original_forward(module: torch.nn.Module) -> Callable[..., Any]:
-    """What the module runs when it is not exchanged, bound to it."""
+    """What the module runs when it is not exchanged, for arguments without the module."""
     exchanged = exchanged_forward(module)
     if exchanged is not None:
         return exchanged.original
-    return own_forward(module) or type(module).forward.__get__(module)
+    return own_forward(module) or _class_forward(module)
+
+
+def _class_forward(module: torch.nn.Module) -> Callable[..., Any]:
+    # No bound method: Dynamo traces the making of a partial, in torch 2.11 not `__get__`, and in
+    # neither 2.11 nor 2.13 a `MethodType`.
+    return partial(type(module).forward, module)
 
 
 def _place(module: torch.nn.Module) -> str:

@@ -32,7 +32,7 @@ from gristmill.integrations.transformers.experts import (
     stacked_rows,
 )
 from gristmill.integrations.transformers.linears import quantized_linear, shape_of
-from gristmill.integrations.transformers.nvfp4 import put_in_place
+from gristmill.integrations.transformers.nvfp4 import places_of, put_in_place
 
 # What is in checkpoints beside weights: scales of activations and of the KV cache.
 UNUSED = (
@@ -69,6 +69,7 @@ class Targets:
         self.model = model
         self.modules = dict(modules)
         self.base = str(getattr(model, "base_model_prefix", "") or "")
+        self._places = places_of(model)
         self._waiting: dict[str, dict[str, NVFP4Tensor | torch.Tensor]] = {}
 
     def named(self, owner: str) -> str | None:
@@ -101,7 +102,7 @@ class Targets:
         loaded: list[Any] = [new, *new.buffers()]
         for one in loaded:
             one._is_hf_initialized = True
-        put_in_place(self.model, name, new)
+        put_in_place(self.model.get_submodule(name), new, self._places)
 
 
 class QuantizeOnLoad(ConversionOps):  # type: ignore[misc]

@@ -34,6 +34,7 @@ from gristmill.integrations.transformers.loss_functions import (
     TokenClassificationLoss,
 )
 from gristmill.integrations.transformers.loss_probe import asks_for_loss_function, find_kind
+from gristmill.integrations.transformers.probe import undisturbed
 from gristmill.integrations.transformers.report import Left, PatchReport, Replaced
 
 _HELD = "_loss_function"  # where the setter of transformers' property puts it
@@ -48,9 +49,10 @@ def patch_loss(model: torch.nn.Module, how: str) -> PatchReport:
             training of its hidden states, without logits.
     """
     report = PatchReport()
-    for name, module in _models_in(model):
-        if asks_for_loss_function(module):
-            report += _patched(name, module, how)
+    with undisturbed():
+        for name, module in _models_in(model):
+            if asks_for_loss_function(module):
+                report += _patched(name, module, how)
     if report == PatchReport():
         report += PatchReport(left=(Left("", type(model).__name__, _no_loss(model)),))
     return report
@@ -61,9 +63,9 @@ def unpatch_loss(model: torch.nn.Module) -> PatchReport:
     replaced = []
     for name, module in _models_in(model):
         loss = module.__dict__.get(_HELD)
+        was = _run_by(module) if isinstance(loss, Loss) else ""
+        _separate(module)  # also where somebody has set another loss since
         if isinstance(loss, Loss):
-            was = _run_by(module)
-            _separate(module)
             _give_back(module, loss)
             replaced.append(Replaced(name, was, _name_of(loss.previous) or loss.called))
     return PatchReport(replaced=tuple(replaced))
@@ -90,7 +92,7 @@ def _patched(name: str, module: torch.nn.Module, how: str) -> PatchReport:
     was = _name_of(present)
     if isinstance(present, torch.nn.Module):
         return PatchReport(left=(Left(name, was, "its loss function is a module of its own"),))
-    kind = find_kind(present)
+    kind = find_kind(present, getattr(module, "config", None))
     if isinstance(kind, str):
         return PatchReport(left=(Left(name, was, kind),))
     loss = kind(previous=module.__dict__.get(_HELD))

@@ -186,4 +186,11 @@ class TokenClassificationLoss(Loss):
 def _like_rows(target: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """One target for each row, on the rows' device: transformers takes them in any shape."""
     target = target.to(rows.device)
-    return target if target.shape == rows.shape[:-1] else target.reshape(rows.shape[:-1])
+    if target.shape == rows.shape[:-1]:
+        return target
+    if target.numel() != rows.shape[:-1].numel():
+        raise ArgumentError(
+            f"loss_function: labels must be one for each of the logits' rows, "
+            f"{tuple(rows.shape[:-1])}, got {tuple(target.shape)}"
+        )
+    return target.reshape(rows.shape[:-1])

@@ -8,6 +8,8 @@ identities do not count: a user's wrapper around transformers' loss is as good a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain
 from types import CellType, CodeType, FunctionType, SimpleNamespace
 from typing import Any
 
@@ -23,13 +25,20 @@ from gristmill.integrations.transformers.loss_functions import (
 
 _CLASSES = 11
 _SHAPE = (2, 6)
+_SPECIAL = 16  # tokens that are looked at one by one: a vocabulary's numbers for each
 
 
-def find_kind(present: Callable[..., Any]) -> type[Loss] | str:
-    """The loss of ours that does what `present` does, or why there is none."""
+def find_kind(present: Callable[..., Any], config: Any = None) -> type[Loss] | str:
+    """The loss of ours that does what `present` does, or why there is none.
+
+    `config` is the model's: a loss that is not of transformers may treat its special tokens
+    otherwise than others.
+    """
     best, difference = 0, ""
+    theirs = str(getattr(present, "__module__", "")).startswith("transformers.")
+    special = partial(_special_calls, config=None if theirs else config)
     for kind in (CausalLMLoss, MaskedLMLoss, TokenClassificationLoss):
-        for equal, (what, call) in enumerate(_calls(kind)):
+        for equal, (what, call) in enumerate(chain(_calls(kind), special(kind))):
             if not _does_the_same(present, kind(), call):
                 if equal > best:
                     best, difference = equal, f"it differs from {kind.called} in {what}"
@@ -101,7 +110,7 @@ def _is_filled(cell: CellType) -> bool:
 def _calls(kind: type[Loss]) -> list[tuple[str, dict[str, Any]]]:
     """Arguments that show how a loss behaves, the plainest first."""
     generator = torch.Generator().manual_seed(7)
-    logits = torch.randn(*_SHAPE, _CLASSES, generator=generator)
+    logits = torch.randn(*_SHAPE, _CLASSES, generator=generator, dtype=torch.float32)
     labels = torch.randint(0, _CLASSES, _SHAPE, generator=generator)
     labels[0, 2] = labels[1, 5] = -100
     plain: dict[str, Any] = {"logits": logits, "labels": labels}
@@ -123,6 +132,25 @@ def _calls(kind: type[Loss]) -> list[tuple[str, dict[str, Any]]]:
     if kind is CausalLMLoss:
         calls.append(("shift_labels", {**plain, "shift_labels": labels.flip(1)}))
     return calls
+
+
+def _special_calls(kind: type[Loss], config: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A row for each special token of the model, in its whole vocabulary."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    classes = getattr(text, "vocab_size", None)
+    if kind is TokenClassificationLoss or not isinstance(classes, int) or classes < 2:
+        return
+    found: list[Any] = [0, classes - 1]
+    for source in {id(one): one for one in (text, config)}.values():
+        for name, value in vars(source).items():
+            if "token" in name and name.endswith(("_id", "_ids", "_index")):
+                found += value if isinstance(value, (list, tuple)) else [value]
+    ids = [one for one in dict.fromkeys(found) if isinstance(one, int) and 0 <= one < classes]
+    generator = torch.Generator().manual_seed(11)
+    # The first has no row where each token predicts the next.
+    labels = torch.tensor([[1, *ids[:_SPECIAL]]])
+    logits = torch.randn(*labels.shape, classes, generator=generator, dtype=torch.float32)
+    yield "special tokens", {"logits": logits, "labels": labels, "vocab_size": classes}
 
 
 def _does_the_same(

@@ -17,7 +17,7 @@ from gristmill.integrations.transformers.forwards import (
     own_forward,
     restore_forward,
 )
-from gristmill.integrations.transformers.probe import Probe, Unlike, undisturbed
+from gristmill.integrations.transformers.probe import NOT_COPIED, Probe, Unlike, undisturbed
 from gristmill.integrations.transformers.report import Left, PatchReport, Replaced
 from gristmill.ops.layer_norm import layer_norm
 from gristmill.ops.rms_norm import rms_norm
@@ -76,7 +76,7 @@ def norm_forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     route = _route(norm, x, weight, bias)
     if route is None:
         return original_forward(module)(*args, **kwargs)
-    if not torch.is_autocast_enabled(x.device.type):
+    if not _is_autocast(x):
         return _run(norm, route, x, weight, bias)
     # The route says already what autocast makes of it.
     with torch.autocast(x.device.type, enabled=False):
@@ -91,9 +91,14 @@ def _route(norm: Norm, x: Any, weight: Any, bias: Any) -> Route | None:
         return None
     own = weight if weight is not None else bias
     routes = norm.routes
-    if x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type):
-        routes = norm.autocast_routes
+    if x.device.type != "cpu" and _is_autocast(x):
+        routes = norm.autocast_routes.get(torch.get_autocast_dtype(x.device.type), {})
     return routes.get((x.dtype, None if own is None else own.dtype))
+
+
+def _is_autocast(x: torch.Tensor) -> bool:
+    """Whether autocast is on where x is; torch refuses to say it of the meta device."""
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
 def _run(norm: Norm, route: Route, x: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor:
@@ -176,13 +181,20 @@ def _key(module: torch.nn.Module) -> Hashable:
     """Equal for modules that compute the same: class, attributes by value or identity, shapes."""
     fresh = vars(torch.nn.Module())
     attributes = tuple(
-        (name, value if isinstance(value, (bool, int, float, str, type(None))) else id(value))
+        (name, value if _is_plain(value) else id(value))
         for name, value in sorted(vars(module).items())
-        if name not in fresh
+        if name not in fresh and name not in NOT_COPIED
     )
     own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     shapes = tuple((name, tensor.shape if tensor.dim() else id(tensor)) for name, tensor in own)
     return type(module), attributes, shapes
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is all there is to it: numbers, words, and tuples of them (shapes)."""
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, (bool, int, float, str, type(None), torch.dtype))
 
 
 def _is_named_norm(module: torch.nn.Module) -> bool:

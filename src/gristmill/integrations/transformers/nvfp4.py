@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -80,10 +81,10 @@ def quantize_modules(
     if which is False:
         return PatchReport()
     chosen, left = candidates(model, which)
-    replaced = []
+    replaced, places = [], places_of(model)
     chosen.reverse()
     while chosen:  # taken out of the list, which would hold the dense weights
-        replaced.append(_quantized(model, chosen.pop(), method, act))
+        replaced.append(_quantized(chosen.pop(), places, method, act))
     if replaced:
         adapters.prepare()
         _tell_transformers(model)
@@ -109,7 +110,7 @@ def candidates(
     """What `which` chooses and can be in NVFP4, and what cannot. `meta`: weights may be
     still to come."""
     wanted = _chooser(model, which)
-    tied = _tied(model)
+    tied, in_fp32, adapted = _tied(model), kept_in_fp32(model), _adapted(model)
     chosen: list[Candidate] = []
     left: list[Left] = []
     layouts: dict[tuple[object, ...], Layout | str] = {}
@@ -124,7 +125,9 @@ def candidates(
         if asked is False:
             continue
         parent = model.get_submodule(name.rpartition(".")[0])
-        reason = asked if isinstance(asked, str) else _reason(model, parent, name, module, tied)
+        reason = asked if isinstance(asked, str) else _reason(parent, name, module, tied, in_fp32)
+        if reason is None and name.startswith(adapted):
+            reason = "it is part of an adapter or of a copy that PEFT trains"
         layout: Layout | None = None
         if reason is None and is_linear(module):
             reason = reason_to_leave_linear(module, meta=meta)
@@ -142,17 +145,29 @@ def candidates(
     return chosen, left
 
 
-def put_in_place(model: torch.nn.Module, name: str, new: torch.nn.Module) -> None:
-    """Exchange a module wherever it stands in the model."""
-    old = model.get_submodule(name)
-    take_place(old, new)
+Places = dict[int, list[tuple[torch.nn.Module, str]]]
+
+
+def places_of(model: torch.nn.Module) -> Places:
+    """Where each module stands, by its id: parents, and its names in them.
+
+    Looked up once for all: there are models with tens of thousands of experts.
+    """
+    places: Places = {}
     for parent in model.modules():
         for child, module in parent._modules.items():
-            if module is old:
-                parent._modules[child] = new
+            places.setdefault(id(module), []).append((parent, child))
+    return places
 
 
-def _quantized(model: torch.nn.Module, one: Candidate, method: str, act: str | None) -> Replaced:
+def put_in_place(old: torch.nn.Module, new: torch.nn.Module, places: Places) -> None:
+    """Exchange a module wherever it stands in the model."""
+    take_place(old, new)
+    for parent, child in places.pop(id(old)):
+        parent._modules[child] = new
+
+
+def _quantized(one: Candidate, places: Places, method: str, act: str | None) -> Replaced:
     old = one.module
     new: NVFP4Linear | NVFP4Experts
     if one.layout is None:
@@ -166,7 +181,7 @@ def _quantized(model: torch.nn.Module, one: Candidate, method: str, act: str | N
         new = NVFP4Experts.of_parts(one.layout, parts)
         now = f"NVFP4Experts({new.extra_repr()})"
     new.__dict__[_WAS] = type(old).__name__
-    put_in_place(model, one.name, new)
+    put_in_place(old, new, places)
     return Replaced(one.name, type(old).__name__, now)
 
 
@@ -216,19 +231,21 @@ class _Default:
     """Every layer, but those that are usually kept: heads, routers, what is to be in fp32."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        head = getattr(model, "get_output_embeddings", None)
-        try:
-            self.head = head() if callable(head) else None
-        except (AttributeError, NotImplementedError):
-            self.head = None
-        base = getattr(model, "base_model_prefix", "")
-        self.body = f"{base}." if base and isinstance(base, str) and hasattr(model, base) else ""
+        self.heads: list[torch.nn.Module] = []
+        self.bodies: list[tuple[str, str]] = []  # where a model with a head is, and its base model
+        for name, one in models_in(model):
+            with suppress(AttributeError, NotImplementedError):
+                self.heads.append(one.get_output_embeddings())  # type: ignore[operator]
+            base = getattr(one, "base_model_prefix", "")
+            if base and isinstance(base, str) and hasattr(one, base):
+                outer = f"{name}." if name else ""
+                self.bodies.append((outer, f"{outer}{base}."))
 
     def __call__(self, name: str, module: torch.nn.Module) -> bool | str:
         last = name.rpartition(".")[2]
-        if module is self.head:
+        if any(module is head for head in self.heads):
             return "the output head"
-        if self.body and not name.startswith(self.body):
+        if any(name.startswith(outer) and not name.startswith(b) for outer, b in self.bodies):
             return "a head: outside of the base model"
         if is_linear(module) and (last == "gate" or last.endswith("_gate") or "router" in last):
             return "a router or gate, by its name"
@@ -236,26 +253,49 @@ class _Default:
 
 
 def _reason(
-    model: torch.nn.Module,
     parent: torch.nn.Module,
     name: str,
     module: torch.nn.Module,
     tied: set[int],
+    in_fp32: set[str],
 ) -> str | None:
     if any(id(weight) in tied for weight in module.parameters()):
         return "its weight is shared with another module (tied)"
-    for one in kept_in_fp32(model):
-        if one in name.split("."):
-            return "the model wants it in fp32"
+    if any(one in name.split(".") for one in in_fp32):
+        return "the model wants it in fp32"
     return reason_in_parent(parent, name.rpartition(".")[2])
+
+
+def models_in(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The models, as transformers has them, that a module is or is wrapped around; none in them.
+
+    By their classes: wrappers (PEFT, torch.compile) pass on what they are asked for.
+    """
+    outer: list[str] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(one) for one in outer)
+        if not inside and hasattr(type(module), "get_output_embeddings"):
+            outer.append(f"{name}." if name else "")
+            yield name, module
 
 
 def kept_in_fp32(model: torch.nn.Module) -> set[str]:
     """Names of modules that transformers keeps in fp32, by the model's word."""
     found: set[str] = set()
-    for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
-        found |= set(getattr(model, attribute, None) or ())
+    for _, one in models_in(model):
+        for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+            found |= set(getattr(one, attribute, None) or ())
     return found
+
+
+def _adapted(model: torch.nn.Module) -> tuple[str, ...]:
+    """Where PEFT's layers are, by the start of the names of what is in them."""
+    marks = ("base_layer", "original_module")
+    return tuple(
+        f"{name}."
+        for name, module in model.named_modules()
+        if any(mark in module._modules for mark in marks)
+    )
 
 
 def _tied(model: torch.nn.Module) -> set[int]:
@@ -301,4 +341,6 @@ def _tell_transformers(model: torch.nn.Module) -> None:
         return
     from gristmill.integrations.transformers.quantizer import attach
 
-    attach(model)
+    for _, one in models_in(model):
+        if any(isinstance(module, NVFP4Module) for module in one.modules()):
+            attach(one)

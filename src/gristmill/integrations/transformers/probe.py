@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 # What patching, hooks and kernels from a hub leave in a module; the copy has none of them.
-_NOT_COPIED = {"forward", "_old_forward", "_hf_hook"}
+NOT_COPIED = {"forward", "_old_forward", "_hf_hook"}
 # Enough for a rounding that differs in one element of a hundred to be told from one in ten.
 _ELEMENTS = 2048
 
@@ -44,7 +44,7 @@ class Probe:
         attributes = {
             name: value
             for name, value in vars(module).items()
-            if name not in fresh and name not in _NOT_COPIED
+            if name not in fresh and name not in NOT_COPIED
         }
         buffers = dict(module.named_buffers(recurse=False))
         tensors = {name: p.shape for name, p in module.named_parameters(recurse=False)}
@@ -72,9 +72,12 @@ class Probe:
         generator = torch.Generator().manual_seed(7)
         made = {}
         for name, shape in self.tensors.items():
-            values = torch.rand(shape, generator=generator) + 0.5
-            signs = torch.rand(shape, generator=generator) < 0.25
-            made[name] = torch.where(signs, -values, values).to(dtype)
+            # In fp32 whatever the default is, of which fp16 would not hold the inputs.
+            values, signs = (
+                torch.rand(shape, generator=generator, dtype=torch.float32) for _ in range(2)
+            )
+            values = values + 0.5
+            made[name] = torch.where(signs < 0.25, -values, values).to(dtype)
         return made
 
     def input(
@@ -89,7 +92,7 @@ class Probe:
         """Random numbers with a mean that is not zero; the first row may be zeros."""
         generator = torch.Generator().manual_seed(seed)
         whole = shape or (2, self._rows(), *self.size)
-        x = (torch.randn(whole, generator=generator) + 0.5) * scale
+        x = (torch.randn(whole, generator=generator, dtype=torch.float32) + 0.5) * scale
         if zero_row:
             x[(0,) * (x.dim() - self.dims)] = 0.0
         return x.to(dtype)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import WeightRenaming
 from transformers.quantizers.base import HfQuantizer
 
@@ -28,7 +28,7 @@ from gristmill.integrations.transformers.loading import (
     marked,
 )
 from gristmill.integrations.transformers.nvfp4 import candidates
-from gristmill.integrations.transformers.saving import left_dense, state_dict_of
+from gristmill.integrations.transformers.saving import keep_names, left_dense, state_dict_of
 
 _BYTES = 0.5 + 1 / 16  # of an element, with its share of a block's scale
 
@@ -179,6 +179,7 @@ class Nvfp4HfQuantizer(HfQuantizer):  # type: ignore[misc]
     # Saving and training.
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], Any]:
+        keep_names(model)
         self.quantization_config.left = left_dense(model)
         return state_dict_of(model), {}
 
@@ -200,6 +201,7 @@ def attach(model: torch.nn.Module) -> None:
     so. It is not marked `is_quantized`: its norms and head may go on to train."""
     if not isinstance(model, PreTrainedModel) or getattr(model, "hf_quantizer", None) is not None:
         return
+    _give_own_config(model)
     config = Nvfp4Config()
     config.left = left_dense(model)
     model.hf_quantizer = Nvfp4HfQuantizer(config, pre_quantized=False)
@@ -208,6 +210,16 @@ def attach(model: torch.nn.Module) -> None:
         if isinstance(module, PreTrainedModel):
             # Attention asks linear layers for a dtype otherwise, and there may be none.
             module.config._is_quantized = True
+
+
+def _give_own_config(model: torch.nn.Module) -> None:
+    """Others may have been made of the same config, to whom what it is told now does not apply."""
+    copies: dict[int, Any] = {}
+    copy.deepcopy(model.config, copies)
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, PreTrainedConfig) and id(value) in copies:
+                vars(module)[name] = copies[id(value)]
 
 
 def _names_in(files: Any) -> list[str] | None:

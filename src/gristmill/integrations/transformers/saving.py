@@ -8,7 +8,11 @@ from typing import Any
 
 import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, revert_weight_conversion
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    revert_weight_conversion,
+)
 
 from gristmill.checkpoints.names import EXPERTS, MODELOPT
 from gristmill.errors import CheckpointError
@@ -33,6 +37,32 @@ def state_dict_of(model: Any) -> Tensors:
             for key, part in _parts(module.weight4):
                 found[f"{before}{key}"] = part
     return found
+
+
+def keep_names(model: Any) -> None:
+    """Let layers in NVFP4 be stored one by one where the model's checkpoints join or change them.
+
+    transformers would concatenate, or transpose, codes as if they were the weight, and leave the
+    scales as they are. Read by the names of the model, such a checkpoint is whole.
+    """
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+        # As transformers does for models that it has not loaded.
+        conversions = [one for one in conversions if not isinstance(one, PrefixChange)]
+    weights = [
+        f"{name}.weight" for name, one in model.named_modules() if isinstance(one, NVFP4Linear)
+    ]
+    kept = [one for one in conversions if not _changes_any_of(one, weights)]
+    if len(kept) < len(conversions):
+        model._weight_conversions = kept
+
+
+def _changes_any_of(conversion: Any, weights: list[str]) -> bool:
+    if not isinstance(conversion, WeightConverter):
+        return False  # names alone
+    back = conversion.reverse_transform()
+    return any(back.rename_source_key(name)[1] is not None for name in weights)
 
 
 def left_dense(model: Any) -> tuple[str, ...]:
