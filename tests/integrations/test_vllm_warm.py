@@ -17,6 +17,7 @@ from gristmill.integrations.vllm import warm
 from gristmill.integrations.vllm.layer_runner import LayerRunner
 from gristmill.jit.parallel import Compiled
 from gristmill.nvfp4 import NVFP4Tensor, quantize
+from gristmill.ops.nvfp4_linear import NVFP4_LINEAR
 from gristmill.ops.space import chosen
 from gristmill.runners import Nvfp4LinearRunner, Nvfp4MoeRunner
 from gristmill.select.device import KNOWN
@@ -145,6 +146,18 @@ def test_on_a_cpu_nothing_is_done_or_said(caplog: pytest.LogCaptureFixture) -> N
     assert not warm.WAITING
 
 
+def test_a_layer_that_is_loaded_again_is_not_waited_for() -> None:
+    """vLLM 0.26 shows no config while it loads weights again: what is expected looks different."""
+    runner, mixture = linear(), experts()
+    for serving in (SERVING, warm.Serving()):
+        warm.expect_linear(runner, serving, invariant=False)
+        warm.expect_experts(mixture, 2, serving, invariant=False)
+        assert bool(warm.WAITING) == (serving is SERVING)
+        warm.WAITING.clear()
+    warm.expect_linear(linear(640), warm.Serving(), invariant=False)
+    assert warm.WAITING
+
+
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, capturing: bool = False) -> Any:
     """What stands for a call's tensor."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
@@ -208,6 +221,36 @@ def test_what_goes_wrong_is_told_and_stops_nothing(
     assert words in line
     assert "\n" not in line
     assert not warm.WAITING
+    del kept
+
+
+def test_a_layer_without_kernels_leaves_the_others_theirs(
+    compiled: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither one that none can be chosen for, nor a kernel that the GPU does not take."""
+
+    def unknown(tokens: int, dtype: torch.dtype) -> tuple[Any, ...]:
+        raise LookupError("nothing for this layer")
+
+    kept = expect()
+    call = (NVFP4_LINEAR, unknown)
+    warm.WAITING.update({"odd": warm.Expected((call,), (1,), False, 1), **warm.WAITING})
+    tried: list[Any] = []
+
+    def bind(self: Any, problem: Any, config: Any) -> None:
+        tried.append(problem)
+        if len(tried) == 1:
+            raise RuntimeError("no room for the module")
+
+    for op in {op for one in warm.WAITING.values() for op, _ in one.calls}:
+        for variant in op.variants:
+            monkeypatch.setattr(type(variant), "bind", bind)
+    with caplog.at_level(logging.INFO, "gristmill"):
+        warm.settle(on_a_gpu(monkeypatch))
+    ready, failed = caplog.messages
+    assert len(tried) > 3
+    assert ready.startswith(f"vLLM: {len(compiled) - 1} kernels ready in ")
+    assert failed == "vLLM: 2 kernels could not be made ready: LookupError: nothing for this layer"
     del kept
 
 

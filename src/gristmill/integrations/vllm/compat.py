@@ -6,11 +6,12 @@ one of them is declined, with a line that says which.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from gristmill.integrations.vllm.adapter import FUSED_ADD_RMS_NORM, RMS_NORM, declined
 from gristmill.integrations.vllm.warm import Serving
-from gristmill.log import logger
+from gristmill.log import log_once, logger
 
 try:
     from vllm.config import get_current_vllm_config_or_none
@@ -94,7 +95,8 @@ def serving(provider: str) -> Serving:
         return _serving(config, provider)
     except Exception as error:
         logger.debug("vLLM's config is read in another way", exc_info=True)
-        logger.info("vLLM: kernels are compiled for usual numbers of tokens: %r", error)
+        told = f"vLLM: kernels are compiled for usual numbers of tokens: {error!r}"
+        log_once(logging.INFO, "vllm serving", told)  # and not for each layer
         return Serving()
 
 

@@ -79,8 +79,10 @@ class Done(NamedTuple):
 # What no call has been seen of yet, once for layers that are alike. Runners look at it at every
 # call: it is empty from the first one on.
 WAITING: dict[Hashable, Expected] = {}
-# The keys of what was waited for before: weights that are loaded again bring nothing new.
+# The keys of what was waited for before, and the runners that asked. Another layer of the kind
+# brings nothing new, nor do weights that are loaded again: vLLM may hide its config then.
 _SETTLED: set[Hashable] = set()
+_TOLD: weakref.WeakSet[Any] = weakref.WeakSet()
 _LOCK = Lock()
 
 
@@ -96,7 +98,7 @@ def expect_linear(runner: Nvfp4LinearRunner, serving: Serving, *, invariant: boo
         return NVFP4_LINEAR.adapt(x, layer.weight, layer.bias, act=layer.act)
 
     key = ("linear", runner.out_features, runner.in_features, runner.weight.layout)
-    _expect(key, ((NVFP4_LINEAR, arguments),), serving, invariant)
+    _expect(runner, key, (NVFP4_LINEAR, arguments), serving, invariant)
 
 
 def expect_experts(
@@ -123,12 +125,17 @@ def expect_experts(
         *(options["activation"], options["limit"], options["alpha"]),
         options["expert_map"] is not None,
     )
-    _expect(key, ((NVFP4_MOE, arguments),), serving, invariant)
+    _expect(runner, key, (NVFP4_MOE, arguments), serving, invariant)
 
 
-def _expect(key: Hashable, calls: tuple[Call, ...], serving: Serving, invariant: bool) -> None:
+def _expect(runner: Any, key: Hashable, call: Call, serving: Serving, invariant: bool) -> None:
+    if runner in _TOLD:
+        return
+    _TOLD.add(runner)
     found: dict[Hashable, Expected] = {
-        (key, invariant, serving): Expected(calls, token_counts(serving), invariant, serving.ranks)
+        (key, invariant, serving): Expected(
+            (call,), token_counts(serving), invariant, serving.ranks
+        )
     }
     if serving.hidden is not None:
         calls, tokens = tuple(_norms(serving)), row_counts(serving)
@@ -199,15 +206,17 @@ def settle(x: torch.Tensor) -> None:
 def warm(expected: tuple[Expected, ...], target: Device, dtype: torch.dtype, *, load: bool) -> Done:
     """Compile for `target` what calls with activations of `dtype` will run; `load` it there, too.
 
-    Without `load` the target need not be here.
+    Without `load` the target need not be here. A layer for which no kernel can be chosen, or a
+    kernel that cannot be had, is among those that failed, and keeps no other from being ready.
     """
     jobs: dict[Compilable, tuple[Needed, bool]] = {}
+    unplanned: list[str] = []
     for one in expected:
-        with _mode(one.invariant):
-            for needed in _needed(one, target, dtype):
-                variant, config = needed.choice.variant, needed.choice.config
-                for program in variant.programs(needed.problem, config):
-                    jobs.setdefault(program, (needed, one.invariant))
+        try:
+            _plan(one, target, dtype, jobs)
+        except Exception as error:
+            logger.debug("vLLM: a layer's kernels were not chosen", exc_info=True)
+            unplanned.append(f"{type(error).__name__}: {error}")
     # All ranks want the same kernels, of which each is compiled by one of them.
     ranks = max((one.ranks for one in expected), default=1)
     workers = max(1, worker_count(len(jobs)) // ranks)
@@ -216,11 +225,25 @@ def warm(expected: tuple[Expected, ...], target: Device, dtype: torch.dtype, *, 
     if load:
         _load(jobs, failed)
     compiled = sum(one.how == "compiled" for one in results)
-    return Done(len(jobs) - len(failed), compiled, tuple(failed.values()))
+    return Done(len(jobs) - len(failed), compiled, (*unplanned, *failed.values()))
+
+
+def _plan(
+    expected: Expected,
+    target: Device,
+    dtype: torch.dtype,
+    jobs: dict[Compilable, tuple[Needed, bool]],
+) -> None:
+    """Add to `jobs` the programs of what is expected."""
+    with _mode(expected.invariant):
+        for needed in _needed(expected, target, dtype):
+            variant, config = needed.choice.variant, needed.choice.config
+            for program in variant.programs(needed.problem, config):
+                jobs.setdefault(program, (needed, expected.invariant))
 
 
 def _load(jobs: dict[Compilable, tuple[Needed, bool]], failed: dict[Compilable, str]) -> None:
-    """Bring kernels onto the GPU: each once, with whatever runs beside it."""
+    """Bring kernels onto the GPU: each once, with whatever runs beside it; adds to `failed`."""
     loaded: set[Compilable] = set()
     for program, (needed, invariant) in jobs.items():
         if program in loaded:
@@ -228,8 +251,12 @@ def _load(jobs: dict[Compilable, tuple[Needed, bool]], failed: dict[Compilable, 
         variant, config = needed.choice.variant, needed.choice.config
         together = variant.programs(needed.problem, config)
         if not any(one in failed for one in together):
-            with _mode(invariant):
-                variant.bind(needed.problem, config)
+            try:
+                with _mode(invariant):
+                    variant.bind(needed.problem, config)
+            except Exception as error:
+                logger.debug("vLLM: a kernel was not loaded", exc_info=True)
+                failed[program] = f"{type(error).__name__}: {error}"
         loaded.update(together)
 
 
