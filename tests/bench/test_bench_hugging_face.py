@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
 from gristmill.bench import hugging_face, hugging_face_child
 from gristmill.bench.hugging_face import CASES, Case
+from gristmill.bench.hugging_face_models import TINY, llama, tokens
 from gristmill.bench.hugging_face_report import tables
+from gristmill.bench.hugging_face_steps import Steps, difference
 from gristmill.bench.results import Results
 from gristmill.cli.app import app
 from gristmill.errors import GristmillError
@@ -64,6 +67,81 @@ def test_generation_with_nvfp4_weights() -> None:
     assert any(name.startswith("nvfp4_linear:") for name in row["choices"])
     assert row["ms"] > 0
     assert row["steady_ms"] > 0
+
+
+@pytest.mark.parametrize("impl", ["bf16_graph", "nvfp4_head_graph"])
+def test_generation_by_steps(impl: str) -> None:
+    row = measured("generation", impl)
+    assert row["captured"] is False  # no CUDA graph of a CPU's steps
+    assert row.get("replaced", 0) == (15 + 5 if impl == "nvfp4_head_graph" else 0)
+    assert min(row["ms"], row["steady_ms"], row["prefill_ms"]) > 0
+
+
+def prepared(device: torch.device = CPU, *, compiled: bool = False) -> tuple[Any, Any, Steps]:
+    pytest.importorskip("transformers")
+    model = llama(TINY, device, use_cache=True).eval()
+    ids = tokens((1, TINY.prompt), TINY.vocabulary, device)
+    return model, ids, Steps(model, ids, TINY.tokens, compiled=compiled)
+
+
+def test_steps_make_the_tokens_that_generate_makes() -> None:
+    model, ids, steps = prepared()
+    made = model.generate(ids, max_new_tokens=TINY.tokens, do_sample=False)[0, TINY.prompt :]
+    for _ in range(2):  # a second text does not see the first
+        steps.start()
+        steps.steps()
+        assert steps.tokens() == made.tolist()
+        assert difference(steps, made.tolist()) is None
+
+
+class Capturable(TorchDispatchMode):
+    """Refuses what no CUDA graph takes: values that are read, and tensors made by the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "nonzero", "equal", "lift_fresh"), name
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_reads_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _, steps = prepared()
+    steps.start()
+    with Capturable():
+        steps.steps()
+    reads = model.forward
+
+    def reading(**words: Any) -> Any:
+        return reads(**words) if words["position_ids"].item() else None
+
+    steps.start()
+    monkeypatch.setattr(model, "forward", reading)
+    with Capturable(), pytest.raises(AssertionError, match="_local_scalar_dense"):
+        steps.steps()
+
+
+def test_other_tokens_than_expected_are_told() -> None:
+    _, _, steps = prepared()
+    steps.start()
+    steps.steps()
+    made = steps.tokens()
+    expected = [*made[:3], made[3] + 1, *made[4:]]
+    assert difference(steps, expected) == (
+        f"token 3 of 6 is {made[3]}, and that of the same steps without a graph is {made[3] + 1}; "
+        "neither do those steps repeat themselves"
+    )
+
+
+@pytest.mark.gpu
+def test_a_step_is_captured() -> None:
+    _, _, steps = prepared(CUDA, compiled=True)
+    steps.start()
+    steps.steps()
+    expected = steps.tokens()
+    steps.capture()
+    for _ in range(2):
+        steps.start()
+        steps.steps()
+        assert difference(steps, expected) is None
 
 
 def test_a_patch_that_leaves_what_the_row_is_about_is_an_error() -> None:
@@ -124,6 +202,8 @@ def test_generation_and_loss_as_tables() -> None:
         ("loss", "linear_cross_entropy"): {"ms": 33.0, "peak_gib": 3.0},
         ("generation", "bf16"): {"ms": 5.0, "steady_ms": 4.0},
         ("generation", "nvfp4_norms"): {"ms": 2.5, "steady_ms": 1.6},
+        ("generation", "bf16_graph"): {"ms": 4.2, "steady_ms": 4.2},
+        ("generation", "nvfp4_norms_graph"): {"ms": 1.4, "steady_ms": 1.4},
     }
     rows = [hugging_face.row_of(CASE[key], CUDA, value, None) for key, value in said.items()]
     found = {title: body for title, (_, body) in tables(rows)}
@@ -131,6 +211,8 @@ def test_generation_and_loss_as_tables() -> None:
     assert loss[1][:5] == ["linear_cross_entropy", "33.0", "0.91x", "3.00", "0.25"]
     generation = found["transformers, generation, batch 1 (32 layers, 128 tokens)"]
     assert generation[1][:5] == ["nvfp4_norms", "2.50", "2.00x", "1.60", "2.50x"]
+    # Replays beside replays.
+    assert generation[3][:5] == ["nvfp4_norms_graph", "1.40", "3.00x", "1.40", "3.00x"]
 
 
 def test_rows_can_be_chosen() -> None:

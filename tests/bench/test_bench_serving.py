@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -171,16 +174,47 @@ def test_processes_run_one_at_a_time_and_none_is_left(child: Any) -> None:
     assert all(one.has_ended for one in started)
 
 
-def test_a_child_waits_for_its_turn_and_not_for_the_dead(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="is gone"):
-        serving_processes.wait_for_turn(tmp_path, parent=os.getpid())  # not the parent of this one
-    assert (tmp_path / "ready").exists()
+def test_a_child_waits_until_it_is_told_to_go(tmp_path: Path) -> None:
     threading.Timer(0.3, (tmp_path / "go").touch).start()
     start = time.monotonic()
-    serving_processes.wait_for_turn(tmp_path, parent=os.getppid())
+    serving_processes.wait_for_turn(tmp_path)
     assert time.monotonic() - start > 0.2
+    assert (tmp_path / "ready").exists()
     serving_processes.write_answer(tmp_path, {"ms": 1.5})
     assert json.loads((tmp_path / "answer.json").read_text()) == {"ms": 1.5}
+
+
+def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
+    """A parent that is killed leaves nothing behind, though its child is in a group of its own."""
+    child = (
+        "import os, sys, time; sys.path.insert(0, sys.argv[1]);"
+        "from gristmill.bench.serving_processes import end_with; end_with(int(sys.argv[2]));"
+        "open(sys.argv[3], 'w').write(str(os.getpid())); time.sleep(120)"
+    )
+    parent = (
+        "import os, subprocess, sys, time;"
+        "subprocess.Popen([sys.executable, '-c', sys.argv[1], sys.argv[2], str(os.getpid()), "
+        "sys.argv[3]], start_new_session=True); time.sleep(120)"
+    )
+    source, told = str(Path(serving_processes.__file__).parents[2]), tmp_path / "pid"
+    process = subprocess.Popen([sys.executable, "-c", parent, child, source, str(told)])
+    _until(lambda: told.exists() and told.read_text() != "")
+    pid = int(told.read_text())
+    process.kill()
+    process.wait()
+    _until(lambda: not Path(f"/proc/{pid}").exists() or _is_dead(pid))
+
+
+def _is_dead(pid: int) -> bool:
+    """Nobody may be there to reap it."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def _until(done: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.1)
 
 
 def test_a_process_that_hangs_is_ended(child: Any) -> None:

@@ -31,7 +31,9 @@ LOSS_LIMIT = 0.01
 METHOD = (
     "Llama of random weights in bf16; training: forward, loss, backward, AdamW, median of steps; "
     "loss: head and loss alone, memory beyond their inputs; generation: batch 1, static cache, "
-    "compiled with CUDA graphs, (time of many tokens - time of one) / (many - 1)"
+    "compiled with CUDA graphs, (time of many tokens - time of one) / (many - 1); its rows "
+    "*_graph: forward of one token (torch.compile) and argmax as one CUDA graph, replayed, timed "
+    "by CUDA events"
 )
 NO_GPU = "no GPU is here: the suite transformers ran a tiny model, and memory was not measured"
 _CHILD = "gristmill.bench.hugging_face_child"
@@ -43,7 +45,8 @@ class Case:
 
     `patch`: the arguments of `gristmill.patch`, or None for a model as it is. `inline`: of which
     ops the compiler sees the formula. `loss`: which one, where that is all there is. `needs`:
-    modules that must be gristmill's, or the row would not be what its name says.
+    modules that must be gristmill's, or the row would not be what its name says. `captured`: tokens
+    are made by replays of one CUDA graph, and not by `generate`.
     """
 
     op: str
@@ -53,6 +56,7 @@ class Case:
     inline: tuple[str, ...] = ()
     loss: str = ""
     needs: tuple[str, ...] = ()
+    captured: bool = False
 
     @property
     def is_ours(self) -> bool:
@@ -62,6 +66,7 @@ class Case:
 _PATCH = {"norms": True, "loss": "cross_entropy"}
 _LINEAR = {"norms": True, "loss": "linear_cross_entropy"}
 _NVFP4 = {"norms": True, "loss": None, "nvfp4": True}
+_NVFP4_HEAD = {**_NVFP4, "nvfp4": ["*_proj", "lm_head"]}
 # The first of each op is what the others are held against.
 CASES = (
     Case("training", "eager"),
@@ -78,12 +83,10 @@ CASES = (
     Case("generation", "bf16_norms", {"norms": True, "loss": None}),
     Case("generation", "nvfp4", {**_NVFP4, "norms": False}),
     Case("generation", "nvfp4_norms", _NVFP4),
-    Case(
-        "generation",
-        "nvfp4_head",
-        {**_NVFP4, "nvfp4": ["*_proj", "lm_head"]},
-        needs=("lm_head",),
-    ),
+    Case("generation", "nvfp4_head", _NVFP4_HEAD, needs=("lm_head",)),
+    Case("generation", "bf16_graph", captured=True),
+    Case("generation", "nvfp4_norms_graph", _NVFP4, captured=True),
+    Case("generation", "nvfp4_head_graph", _NVFP4_HEAD, needs=("lm_head",), captured=True),
 )
 QUICK = {
     "training": ("eager", "patched", "patched_linear_cross_entropy"),
@@ -165,6 +168,7 @@ def spec(case: Case, device: torch.device, repeats: int) -> dict[str, Any]:
         "inline": list(case.inline),
         "loss": case.loss,
         "needs": list(case.needs),
+        "captured": case.captured,
         "repeats": repeats,
     }
 

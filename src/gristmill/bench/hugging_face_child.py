@@ -18,6 +18,7 @@ import torch
 
 import gristmill
 from gristmill.bench.hugging_face_models import Sizes, llama, tokens
+from gristmill.bench.hugging_face_steps import Steps, difference
 from gristmill.bench.serving_processes import described
 
 Answer = dict[str, Any]
@@ -131,16 +132,23 @@ def _loss(sizes: Sizes, device: torch.device, spec: Mapping[str, Any]) -> Answer
 
 
 def _generation(sizes: Sizes, device: torch.device, spec: Mapping[str, Any]) -> Answer:
-    """`generate` with a static cache, which transformers compiles itself, in CUDA graphs."""
     model = llama(sizes, device, use_cache=True).eval()
     patched = _patched(model, spec)
-    weights_gib = _allocated(device) / 2**30
+    if device.type == "cuda":
+        patched["weights_gib"] = round(_allocated(device) / 2**30, 2)
+    ids = tokens((1, sizes.prompt), sizes.vocabulary, device)
+    way = _captured if spec["captured"] else _generated
+    return {**patched, **way(model, ids, sizes, spec), **_peak(device, "peak_gib", 0), **_breaks()}
+
+
+def _generated(model: Any, ids: torch.Tensor, sizes: Sizes, spec: Mapping[str, Any]) -> Answer:
+    """`generate` with a static cache, which transformers compiles itself, in CUDA graphs."""
+    device = ids.device
     options: dict[str, Any] = {"cache_implementation": "static", "do_sample": False}
     if device.type == "cuda":
         from transformers import CompileConfig
 
         options["compile_config"] = CompileConfig(mode="reduce-overhead")
-    ids = tokens((1, sizes.prompt), sizes.vocabulary, device)
 
     def generate(count: int, **more: Any) -> None:
         made = model.generate(ids, max_new_tokens=count, **options, **more)
@@ -159,16 +167,50 @@ def _generation(sizes: Sizes, device: torch.device, spec: Mapping[str, Any]) -> 
     watch = _Watch()
     generate(sizes.tokens, streamer=watch)
     return {
-        **patched,
         "ms": round(ms, 4),
         "spread_ms": round((max(many) - min(many)) / (sizes.tokens - 1), 4),
         "steady_ms": round(watch.median_ms(), 4),
         "tokens_per_s": round(1e3 / ms, 1),
         "prefill_ms": round(median(few), 3),
         "first_step_s": round(first_s, 2),
-        **({"weights_gib": round(weights_gib, 2)} if device.type == "cuda" else {}),
-        **_peak(device, "peak_gib", 0),
-        **_breaks(),
+    }
+
+
+def _captured(model: Any, ids: torch.Tensor, sizes: Sizes, spec: Mapping[str, Any]) -> Answer:
+    """The same tokens by replays of one CUDA graph; on a CPU by its steps."""
+    device = ids.device
+    on_gpu = device.type == "cuda"
+    steps = Steps(model, ids, sizes.tokens, compiled=on_gpu)
+
+    def whole() -> None:
+        steps.start()
+        steps.steps()
+
+    first_ms = _milliseconds(whole, device)
+    whole()  # a compiler may think again once, and the tokens are held against code that stays
+    expected = steps.tokens()
+    if on_gpu:
+        first_ms += _milliseconds(steps.capture, device)
+    prefill = [_milliseconds(steps.start, device) for _ in range(spec["repeats"])]
+    runs = []
+    for _ in range(spec["repeats"]):
+        steps.start()
+        runs.append(sum(_each(steps.steps, device, 1)) / (sizes.tokens - 1))
+    off = difference(steps, expected)
+    if off is not None:
+        raise RuntimeError(off)
+    ms = median(runs)
+    steps.start()
+    clock = _Clock(device)
+    steps.steps(clock.look)
+    return {
+        "ms": round(ms, 4),
+        "spread_ms": round(max(runs) - min(runs), 4),
+        "steady_ms": round(median(clock.ms()), 4),
+        "tokens_per_s": round(1e3 / ms, 1),
+        "prefill_ms": round(median(prefill), 3),
+        "first_step_s": round(first_ms / 1e3, 2),
+        "captured": on_gpu,
     }
 
 
@@ -212,18 +254,40 @@ def _patched(model: Any, spec: Mapping[str, Any]) -> Answer:
     return {"replaced": len(report.replaced), "left": left[:LEFT]}
 
 
+class _Clock:
+    """When the device was done with each step: the times between two looks, in milliseconds."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._seen: list[Any] = []
+
+    def look(self) -> None:
+        if self._device.type != "cuda":
+            self._seen.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._seen.append(event)
+
+    def ms(self) -> list[float]:
+        _synchronize(self._device)
+        pairs = itertools.pairwise(self._seen)
+        if self._device.type == "cuda":
+            return [before.elapsed_time(after) for before, after in pairs]
+        return [(after - before) * 1e3 for before, after in pairs]
+
+
 def _each(step: Callable[[], None], device: torch.device, count: int) -> list[float]:
     """Milliseconds of each of `count` steps; the host runs ahead of a GPU, as it does in use."""
     if device.type != "cuda":
         return [_milliseconds(step, device) for _ in range(count)]
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    clock = _Clock(device)
     torch.cuda.synchronize(device)
-    events[0].record()
-    for event in events[1:]:
+    clock.look()
+    for _ in range(count):
         step()
-        event.record()
-    torch.cuda.synchronize(device)
-    return [before.elapsed_time(after) for before, after in itertools.pairwise(events)]
+        clock.look()
+    return clock.ms()
 
 
 def _milliseconds(function: Callable[[], None], device: torch.device) -> float:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import gristmill
-from gristmill.bench.serving_processes import described, wait_for_turn, write_answer
+from gristmill.bench.serving_processes import described, end_with, wait_for_turn, write_answer
 
 WARM_TOKENS = 8
 PROFILED_TOKENS = 9
@@ -27,6 +27,7 @@ def main(words: Sequence[str]) -> None:
     """`words`: one, a spec as JSON; see `serving.spec`. The answer goes into its folder."""
     spec = json.loads(words[0])
     place = Path(spec["place"])
+    end_with(spec["parent"])
     try:
         answer = _measured(spec, place)
     except Exception as error:
@@ -43,7 +44,7 @@ def _measured(spec: dict[str, Any], place: Path) -> dict[str, Any]:
     start = time.perf_counter()
     engine = _Engine(spec, vllm)
     start_s = time.perf_counter() - start
-    wait_for_turn(place, spec["parent"])
+    wait_for_turn(place)
     batches = [engine.timed(batch) for batch in spec["batches"]]
     # A profiler leaves traces in what is timed after it: last.
     for row in batches:
