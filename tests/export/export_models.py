@@ -92,9 +92,9 @@ def environment() -> dict[str, str]:
 
 
 def run_python(script: str, *arguments: Path | str) -> subprocess.CompletedProcess[str]:
-    """A new process."""
+    """A new process, which says on stderr where it was if a signal ends it."""
     return subprocess.run(
-        [sys.executable, "-c", script, *map(str, arguments)],
+        [sys.executable, "-X", "faulthandler", "-c", script, *map(str, arguments)],
         env=environment(),
         cwd=SOURCES.parent,
         capture_output=True,

@@ -11,9 +11,14 @@ import torch
 from export_models import SIZES, exported, inputs, layer, run_python
 from test_export_ops import Calls, kinds_of
 
+from gristmill.ops.op import Arguments
 from gristmill.ops.registry import OPS
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs g++")
+
+# There AOTInductor takes the numbers that torch.export has for dtypes for those of c10, which are
+# others: https://github.com/pytorch/pytorch/issues/169157, mended after that version.
+MISREADS_DTYPES = torch.__version__.startswith("2.11.")
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -24,7 +29,13 @@ import gristmill
 
 package, calls, results = sys.argv[1:]
 module = torch._inductor.aoti_load_package(package)
-torch.save({name: module(*args) for name, args in torch.load(calls).items()}, results)
+print("loaded", flush=True)
+found = {}
+for name, args in torch.load(calls).items():
+    found[name] = module(*args)
+    print("called:", name, flush=True)
+torch.save(found, results)
+print("saved", flush=True)
 """
 
 WITHOUT = """
@@ -48,7 +59,9 @@ def elsewhere(package: str, calls: dict[str, Any], folder: Path) -> dict[str, An
     """What the package gives in a new process, for each call."""
     torch.save(calls, folder / "calls.pt")
     done = run_python(RUN, package, folder / "calls.pt", folder / "results.pt")
-    assert done.returncode == 0, done.stderr
+    # A crash may come while it loads, in a call, or only when the process ends: all three differ.
+    told = f"got as far as {done.stdout.split(chr(10))}, then {done.returncode}:\n{done.stderr}"
+    assert done.returncode == 0, told
     found: dict[str, Any] = torch.load(folder / "results.pt")
     return found
 
@@ -75,7 +88,8 @@ class Everything(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.all = torch.nn.ModuleList(Calls(op, kinds_of(op, 3)) for op in OPS.values())
+        kinds = ((op, [args for args in kinds_of(op, 3) if _is_read(args)]) for op in OPS.values())
+        self.all = torch.nn.ModuleList(Calls(op, calls) for op, calls in kinds if calls)
 
     def inputs(self, device: str) -> tuple[torch.Tensor, ...]:
         return tuple(it.to(device) for calls in self.all for it in calls.inputs())
@@ -88,6 +102,23 @@ class Everything(torch.nn.Module):
             results.append(calls(*[it.clone() for it in left[:count]]))
             left = left[count:]
         return results
+
+
+def _is_read(args: Arguments) -> bool:
+    return not MISREADS_DTYPES or not any(isinstance(it, torch.dtype) for it in args)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not MISREADS_DTYPES, reason="torch reads dtypes rightly")
+def test_what_torch_2_11_makes_of_a_dtype(tmp_path: Path) -> None:
+    """Should it be mended there, too, the calls that are left out below belong back in."""
+    op = OPS["topk_router"]
+    model = Calls(op, [op.example((16, 64), torch.bfloat16, "cpu")])
+    args = model.inputs()
+    assert model(*args)[0][1].dtype == torch.int32
+    with torch.no_grad():
+        package = packaged(torch.export.export(model, args), tmp_path)
+    assert elsewhere(package, {"ids": args}, tmp_path)["ids"][0][1].dtype == torch.int64
 
 
 @pytest.mark.long

@@ -68,7 +68,9 @@ def topk_router(
         says. The weights are differentiable once, in logits. Nothing waits for the device, and a
         row does not depend on the others.
     """
-    options = (scoring, renormalize, bias, groups, topk_groups, scale, ids_dtype)
+    # int32 goes by None: torch 2.11's AOTInductor takes a dtype for another.
+    ids = None if ids_dtype == torch.int32 else ids_dtype
+    options = (scoring, renormalize, bias, groups, topk_groups, scale, ids)
     result: tuple[torch.Tensor, torch.Tensor]
     if torch.compiler.is_compiling():
         result = TOPK_ROUTER.overload(logits, topk, *options)
