@@ -39,7 +39,9 @@ FORBIDDEN_CALLS = {
     "yaml.load",
 }
 # Processes are started here and nowhere else, each from a list of words.
-STARTS_PROCESSES = {"jit/parallel.py", "bench/fresh.py", "bench/environment.py"}
+STARTS_PROCESSES = {
+    *("jit/parallel.py", "bench/fresh.py", "bench/environment.py", "bench/serving_processes.py")
+}
 # Functions written out from the names of arguments, because a loop over them would cost time.
 EVALUATES = {"ops/op.py", "multikernel/routes.py"}
 

@@ -10,7 +10,6 @@ there yet, its module is completed when somebody imports it.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -18,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from gristmill.errors import ArgumentError
+from gristmill.locks import Lock
 from gristmill.log import logger
 from gristmill.nn import NVFP4Linear
 
@@ -26,7 +26,7 @@ _ALL_LINEAR = "all-linear"
 _INCLUDE = "_maybe_include_all_linear_layers"
 # Starts that do not read the weight; PEFT would take codes for it.
 _INITS = (True, False, "gaussian", "eva")
-_lock = threading.Lock()
+_lock = Lock()
 _prepared = False
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from typing import Any
+
+from gristmill.locks import RLock
 
 METHOD = "gristmill_nvfp4"
 MODELOPT = "modelopt"
 COMPRESSED_TENSORS = "compressed-tensors"
 
-_lock = threading.RLock()
+_lock = RLock()
 _state = {"registered": False, "compressed_tensors": False}
 
 
