@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from checkpoints import hand_made
 from safetensors.torch import load_file, save_file
 from tf_models import tiny, tokens
 from transformers import AutoModelForCausalLM
@@ -27,26 +28,7 @@ from gristmill.integrations.transformers.register import register
 from gristmill.nn import NVFP4Linear
 
 MODELS = ("llama", "qwen3_moe", "gpt2", "mixtral")
-COMPRESSED = {
-    "quant_method": "compressed-tensors",
-    "format": "nvfp4-pack-quantized",
-    "quantization_status": "compressed",
-    "config_groups": {
-        "group_0": {
-            "weights": {
-                "num_bits": 4,
-                "type": "float",
-                "strategy": "tensor_group",
-                "group_size": 16,
-                "symmetric": True,
-                "dynamic": False,
-            },
-            "input_activations": None,
-            "targets": ["Linear"],
-        }
-    },
-    "ignore": ["lm_head", "re:.*mlp.gate$"],
-}
+COMPRESSED = {**hand_made.COMPRESSED, "ignore": ["lm_head", "re:.*mlp.gate$"]}
 
 
 @pytest.fixture(autouse=True)

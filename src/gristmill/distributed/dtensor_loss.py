@@ -13,16 +13,17 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate
 
 from gristmill.distributed import places
-from gristmill.distributed.modes import keep_modes, modes_of
 from gristmill.distributed.places import Places
 from gristmill.distributed.vocab_parallel import (
     Options,
     by_row,
     gather_numbers,
+    keep,
+    logits_gradient,
     rounded,
     shard_numbers,
 )
-from gristmill.ops.cross_entropy import CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD
+from gristmill.ops.cross_entropy import CROSS_ENTROPY
 from gristmill.ops.cross_entropy.one_pass import refuse_weight_gradient
 
 NAME = "cross_entropy"
@@ -120,25 +121,13 @@ class _Function(torch.autograd.Function):
         if options.reduction != "none":
             counts = counts_of(target, weight, logits.shape[-1], options)
             loss, denominators = reduced(loss, penalty, counts, rows, dtype)
-        ctx.save_for_backward(logits, target, lse, denominators, weight)
-        ctx.options = options
-        keep_modes(ctx)
-        ctx.set_materialize_grads(False)
+        keep(ctx, (logits, target, lse, denominators, weight), options)
         return loss, lse
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         places.refuse_second_gradient(NAME, _INSTEAD)
-        logits, target, lse, denominators, weight = ctx.saved_tensors
-        options: Options = ctx.options
-        dloss, dlse = gradients
-        if dloss is None:
-            dloss = lse.new_zeros(target.shape if options.reduction == "none" else ())
-        tensors = (dloss, dlse, logits, target, lse, denominators, weight)
-        more = (*options[2:7], options.first_class, options.classes)
-        with modes_of(ctx):
-            dlogits = CROSS_ENTROPY_BACKWARD.call_in_backward(tensors, (*tensors, *more))
-        return dlogits, None, None, None, None, None
+        return logits_gradient(ctx, *gradients), None, None, None, None, None
 
 
 def _local_parts(

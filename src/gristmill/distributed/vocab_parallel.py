@@ -209,24 +209,35 @@ class _Function(torch.autograd.Function):
         own = shard_numbers(logits, target, options)
         numbers = gather_numbers(own, logits.shape[-1], (group,), options)
         loss, lse, denominators = combined(numbers, target, options)
-        ctx.save_for_backward(logits, target, lse, denominators)
-        ctx.options = options
-        keep_modes(ctx)
-        ctx.set_materialize_grads(False)
+        keep(ctx, (logits, target, lse, denominators, None), options)
         return loss, lse
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        logits, target, lse, denominators = ctx.saved_tensors
-        options: Options = ctx.options
-        dloss, dlse = gradients
-        if dloss is None:
-            dloss = lse.new_zeros(target.shape if options.reduction == "none" else ())
-        tensors = (dloss, dlse, logits, target, lse, denominators, None)
-        more = (*options[2:7], options.first_class, options.classes)
-        with modes_of(ctx):
-            dlogits = CROSS_ENTROPY_BACKWARD.call_in_backward(tensors, (*tensors, *more))
-        return dlogits, None, None, None
+        return logits_gradient(ctx, *gradients), None, None, None
+
+
+def keep(ctx: Any, tensors: tuple[torch.Tensor | None, ...], options: Options) -> None:
+    """For `logits_gradient`: logits, target, lse, denominators and the weights of classes."""
+    ctx.save_for_backward(*tensors)
+    ctx.options = options
+    keep_modes(ctx)
+    ctx.set_materialize_grads(False)
+
+
+def logits_gradient(
+    ctx: Any, dloss: torch.Tensor | None, dlse: torch.Tensor | None
+) -> torch.Tensor:
+    """Of this rank's logits; the denominators are those of all rows, so that nothing is sent."""
+    logits, target, lse, denominators, weight = ctx.saved_tensors
+    options: Options = ctx.options
+    if dloss is None:
+        dloss = lse.new_zeros(target.shape if options.reduction == "none" else ())
+    tensors = (dloss, dlse, logits, target, lse, denominators, weight)
+    more = (*options[2:7], options.first_class, options.classes)
+    with modes_of(ctx):
+        dlogits: torch.Tensor = CROSS_ENTROPY_BACKWARD.call_in_backward(tensors, (*tensors, *more))
+    return dlogits
 
 
 def shard_numbers(logits: torch.Tensor, target: torch.Tensor, options: Options) -> torch.Tensor:
