@@ -22,6 +22,7 @@ import gristmill
 from gristmill.select.device import KNOWN
 
 ODD_COLUMNS = (1, 100, 127, 1001, 10001, 50257, 262143)
+FEW_ODD_COLUMNS = (127, 10001, 262143)
 
 
 @pytest.fixture(autouse=True)
@@ -45,4 +46,5 @@ def test_every_launch_fits_the_device(arch: str) -> None:
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
 @pytest.mark.parametrize("source", SOURCES)
 def test_kernels_of_odd_lengths_compile_within_limits(arch: str, source: str) -> None:
-    _check_compiled(arch, source, MIXES["bf16"], ODD_COLUMNS)
+    columns = ODD_COLUMNS if arch == "sm_90a" else FEW_ODD_COLUMNS
+    _check_compiled(arch, source, MIXES["bf16"], columns)

@@ -14,21 +14,18 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib
 import importlib.metadata
 import json
 import re
 import struct
-import sys
-import types
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from gristmill.errors import ArgumentError, CompileError, CompilerUnavailable
+from gristmill.jit import python_sources
 from gristmill.jit.binary import Binary
 from gristmill.jit.program import key_of
 from gristmill.locks import Lock
@@ -39,7 +36,6 @@ PACKAGE = "gristmill.kernels.triton"
 BASE_OPTIONS: Mapping[str, Any] = MappingProxyType({"enable_fp_fusion": True})
 
 _INSTALL = 'install it with: pip install "gristmill[triton]"'
-_OUR_IMPORT = re.compile(r"^from \.(\w+) import ", re.MULTILINE)
 _ARCH = re.compile(r"sm_(\d+)[af]?")
 _FORMATS = {"i32": "i", "i64": "q", "fp32": "f"}
 _SCRATCH_FORMAT = "QQ"
@@ -78,7 +74,7 @@ class TritonProgram:
 
     def texts(self) -> Mapping[str, str]:
         """File name -> text: the source first, then every file of ours that it imports from."""
-        return _texts(self.root, self.source)
+        return python_sources.texts(PACKAGE, self.root, self.source)
 
     def digest(self) -> str:
         """A hash over texts, function, types, constants and options; not over where files lie."""
@@ -86,7 +82,7 @@ class TritonProgram:
 
     def source_digest(self) -> str:
         """A hash over the texts alone, whatever is compiled from them."""
-        return _source_digest(self.root, self.source)
+        return python_sources.source_digest(PACKAGE, self.root, self.source)
 
     def key(self, arch: str) -> str:
         """The cache key: readable, and a file name."""
@@ -220,28 +216,13 @@ def _function(program: TritonProgram) -> Any:
     """The function as Triton sees it."""
     from triton.runtime.jit import JITFunction
 
-    name = f"{_package(program.root)}.{PurePosixPath(program.source).stem}"
-    found = getattr(importlib.import_module(name), program.function, None)
-    if found is None:
-        raise ArgumentError(f"{program.source} has no function {program.function!r}")
+    found = python_sources.function_of(PACKAGE, program.root, program.source, program.function)
     if not isinstance(found, JITFunction):
         raise CompilerUnavailable(
             "Triton's interpreter is on in this process and its compiler therefore off; "
             "unset TRITON_INTERPRET to compile kernels"
         )
     return found
-
-
-def _package(root: Path | None) -> str:
-    """The package of the files under `root`, so that they can import from each other."""
-    if root is None:
-        return PACKAGE
-    name = f"gristmill_triton_{hashlib.sha256(str(root).encode()).hexdigest()[:16]}"
-    if name not in sys.modules:
-        package = types.ModuleType(name)
-        package.__path__ = [str(root)]
-        sys.modules[name] = package
-    return name
 
 
 def _compile_error(
@@ -271,26 +252,6 @@ def _source_line(program: TritonProgram, error: Exception) -> str:
             number = before.count("\n") + line
             return f"{name}:{number}: {text.splitlines()[line - 1].strip()}"
     return ""
-
-
-@functools.cache
-def _texts(root: Path | None, source: str) -> Mapping[str, str]:
-    folder = root or resources.files("gristmill") / "kernels" / "triton"
-    found = {source: folder.joinpath(source).read_text(encoding="utf-8")}
-    waiting = [source]
-    while waiting:
-        for stem in _OUR_IMPORT.findall(found[waiting.pop()]):
-            name = f"{stem}.py"
-            if name not in found and (file := folder.joinpath(name)).is_file():
-                found[name] = file.read_text(encoding="utf-8")
-                waiting.append(name)
-    return MappingProxyType(found)
-
-
-@functools.cache
-def _source_digest(root: Path | None, source: str) -> str:
-    texts = json.dumps(sorted(_texts(root, source).items()))
-    return hashlib.sha256(texts.encode()).hexdigest()
 
 
 @functools.cache

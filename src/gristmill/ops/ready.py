@@ -29,14 +29,14 @@ def at_hand(variant: Variant, problem: Problem, configs: Sequence[C]) -> C:
     """The first of `configs`; where nothing may be compiled, the first that is compiled, if any."""
     if settings().jit or problem.device.kind != "cuda":
         return configs[0]
-    return next((one for one in configs if _is_there(variant, problem, one)), configs[0])
+    return next((one for one in configs if is_there(variant, problem, one)), configs[0])
 
 
 def out_of_reach(variant: Variant, problem: Problem) -> str | None:
     """Why a variant had better not be taken with the config that `at_hand` gives it, if so."""
     if settings().jit or problem.device.kind != "cuda":
         return None
-    if _is_there(variant, problem, variant.config(problem)):
+    if is_there(variant, problem, variant.config(problem)):
         return None
     reason = "its kernels are in no cache, and GRISTMILL_JIT=off forbids compiling them"
     warn_once(
@@ -47,7 +47,8 @@ def out_of_reach(variant: Variant, problem: Problem) -> str | None:
     return reason
 
 
-def _is_there(variant: Variant, problem: Problem, config: object) -> bool:
+def is_there(variant: Variant, problem: Problem, config: object) -> bool:
+    """Whether a cache has what `variant` runs with this config."""
     arch, places = problem.device.arch, (settings().cache_dir, settings().cache_layers)
     for program in variant.programs(problem, config):
         key = (program, arch, places)

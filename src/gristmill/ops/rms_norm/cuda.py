@@ -21,13 +21,13 @@ class ForwardVariant(NormForward):
         details: Details = problem.layout
         run = self.launcher(problem, config)
         return {
-            "rms_norm": _plan_rms_norm,
+            "rms_norm": plan_rms_norm,
             "add_rms_norm": _plan_add_rms_norm,
             "fused_add_rms_norm_": _plan_fused_add,
         }[problem.op](run, details)
 
 
-def _plan_rms_norm(run: Run, details: Details) -> Callable[..., torch.Tensor]:
+def plan_rms_norm(run: Run, details: Details) -> Callable[..., torch.Tensor]:
     norm = plan_norm(run, details)
 
     def plan(

@@ -17,6 +17,7 @@ from gristmill.ops.plain import Reference
 from gristmill.ops.rms_norm import problem, reference, semantics
 from gristmill.ops.rms_norm.cuda import FORWARD_VARIANTS
 from gristmill.ops.rms_norm.cuda_backward import BACKWARD_VARIANTS
+from gristmill.ops.rms_norm.cutedsl import CUTEDSL
 from gristmill.ops.rms_norm.fp8 import ADD_RMS_NORM_FP8, RMS_NORM_FP8
 from gristmill.ops.rms_norm.plain import Library, LibraryBackward
 
@@ -297,6 +298,7 @@ RMS_NORM = Op(
     space=space.RMS_FORWARD,
     variants=(
         *FORWARD_VARIANTS,
+        CUTEDSL,
         Library(),
         Reference(
             reference.rms_norm, semantics.outputs_forward, by_row(reference.rms_norm, rows=(0,))
