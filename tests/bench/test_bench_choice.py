@@ -12,7 +12,7 @@ import torch
 from gristmill.bench import choice, first_tuning
 from gristmill.bench.families import Family
 from gristmill.bench.results import Results
-from gristmill.errors import GristmillError
+from gristmill.errors import ArgumentError, GristmillError
 from gristmill.ops.registry import OPS
 from gristmill.select import device_of, reset_tables, tables_for
 from gristmill.settings import reload_settings
@@ -154,8 +154,9 @@ def test_the_suite_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "_TUNED", ("rms_norm",))
     monkeypatch.setattr(choice, "_BUCKET", range(40, 104, 16))
     results, steps = Results({}), []
-    choice.run(CPU, results, steps.append, dtype="float32", repeats=1)
-    assert len(steps) == choice.steps()
+    planned = choice.planned(CPU, dtype="float32", repeats=1)
+    choice.run(planned, "float32", results, steps.append)
+    assert len(steps) == len(planned) == 8
     assert not results.failures()
     assert not results.timed()
     costs = {(row["op"], row["what"]): row for row in results.rows}
@@ -165,3 +166,19 @@ def test_the_suite_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     tuned = [row for row in results.rows if "choice_s" in row]
     assert len(tuned) == 3
     assert all(row["choice_s"] > 0 and row["candidates"] == 2 for row in tuned)
+    # A run that goes on has nothing left to do.
+    before = list(results.rows)
+    monkeypatch.setattr(choice, "lookup_us", None)
+    monkeypatch.setattr(choice, "in_fresh_process", None)
+    choice.run(planned, "float32", results, steps.append)
+    assert results.rows == before
+
+
+def test_one_op_of_the_suite_alone() -> None:
+    steps = choice.planned(CPU, names=["softmax"])
+    assert [(step.op, step.what) for step in steps] == [
+        ("softmax", "lookup on every call"),
+        ("softmax", "first choice, by a table"),
+    ]
+    with pytest.raises(ArgumentError, match=r"unknown op 'sofmax' \(did you mean softmax\?\)"):
+        choice.planned(CPU, names=["sofmax"])

@@ -15,11 +15,11 @@ import torch
 import gristmill
 from gristmill.bench import cold_start, cold_start_child
 from gristmill.bench.cold_start_models import FORMS, LLAMA, Serving, Sizes, Training
-from gristmill.bench.cold_start_report import table, write_cold_start_plot
+from gristmill.bench.cold_start_report import table
 from gristmill.bench.fresh import in_fresh_process
 from gristmill.bench.report import markdown, notes
 from gristmill.bench.results import Results
-from gristmill.errors import GristmillError
+from gristmill.errors import ArgumentError, GristmillError
 from gristmill.ops.op import Op
 from gristmill.ops.registry import OPS
 from gristmill.select.chooser import ranked
@@ -70,7 +70,7 @@ class Child:
 @pytest.fixture
 def one_model(monkeypatch: pytest.MonkeyPatch) -> cold_start.Start:
     model = cold_start.starts(torch.device("cuda"))[-1]
-    monkeypatch.setattr(cold_start, "starts", lambda device: [model])
+    monkeypatch.setattr(cold_start, "starts", lambda device, names=(): [model])
     monkeypatch.setattr(cold_start, "_write_bytecode", lambda: None)
     return model
 
@@ -277,11 +277,30 @@ def test_the_table_and_the_picture(
     assert cells[0] == "llama3_8b_training M=1024,4096"
     assert cells[2:8] == ["0.100", "0.020", "0.400", "0.050", "0.540", "0.540 to 0.540"]
     assert cells[8:] == ["0.3", "3.750", "0"]
-    pytest.importorskip("matplotlib")
-    (path,) = write_cold_start_plot(results, tmp_path)
-    picture = path.read_text()
-    assert "svg" in picture
-    assert write_cold_start_plot(Results({}, []), tmp_path) == []
+
+
+def test_a_run_that_goes_on_starts_what_is_not_there(
+    one_model: cold_start.Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of a start, as one cache is made of the one before; nothing if all is there."""
+    rows, cuda = rows_of(Child(), monkeypatch), torch.device("cuda")
+    child = Child()
+    monkeypatch.setattr(cold_start, "in_fresh_process", child)
+    results = Results({}, list(rows))
+    cold_start.run(cuda, results, lambda text: None, repeats=1)
+    assert child.seen == []
+    results = Results({}, rows[:1])
+    cold_start.run(cuda, results, lambda text: None, repeats=1)
+    assert [row["cache"] for row in results.rows] == ["empty", "warm", "bundle"]
+    assert len(child.seen) == 3
+
+
+def test_one_start_alone() -> None:
+    cuda = torch.device("cuda")
+    assert [start.name for start in cold_start.starts(cuda, ["import"])] == ["import"]
+    assert cold_start.steps(cuda, ["llama3_8b_serving"]) == 3
+    with pytest.raises(ArgumentError, match=r"unknown op 'imports' \(did you mean import"):
+        cold_start.starts(cuda, ["imports"])
 
 
 def test_results_of_the_suite_before_can_be_read() -> None:
@@ -338,7 +357,7 @@ def test_examples_without_memory_are_like_those_with(name: str) -> None:
 @pytest.mark.long
 def test_without_a_gpu_kernels_are_compiled_and_read(monkeypatch: pytest.MonkeyPatch) -> None:
     training = [start for start in cold_start.starts(CPU) if "training" in start.name]
-    monkeypatch.setattr(cold_start, "starts", lambda device: training)
+    monkeypatch.setattr(cold_start, "starts", lambda device, names=(): training)
     results = Results({})
     cold_start.run(CPU, results, lambda text: None, repeats=1)
     assert [row["cache"] for row in results.rows] == ["empty", "warm", "bundle"]

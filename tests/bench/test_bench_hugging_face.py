@@ -194,6 +194,12 @@ def test_rows_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines["patched"]["off eager's"] == "0.100%"
     assert lines["compiled"]["ms"] == "failed"
     assert lines["patched"]["vs compiled"] == ""
+    # A run that goes on has eager's losses from before, and starts what is not there.
+    gone_on = Results({}, [row for row in results.rows if row["impl"] != "patched"])
+    answers["eager"] = answers["compiled"] = None
+    hugging_face.run(CUDA, gone_on, lambda text: None, chosen)
+    assert [row["impl"] for row in gone_on.rows] == ["eager", "compiled", "patched"]
+    assert gone_on.rows[-1]["loss_off"] == results.rows[1]["loss_off"] == 0.001
 
 
 def test_generation_and_loss_as_tables() -> None:

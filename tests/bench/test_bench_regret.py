@@ -231,6 +231,25 @@ def test_what_does_not_fit_is_left_out_and_noted(
     assert results.meta["notes"] == ["left out: rms_norm 8x64 float32: not enough memory: no more"]
 
 
+def test_what_a_run_has_is_not_measured_again(fake: Any) -> None:
+    fake([Way("first")], lambda name, rows: 1.0)
+    results = regrets(8)
+    points = [Point(FAMILY, rows) for rows in (8, 16)]
+    assert regret.todo(points, results) == points[1:]
+    other = Point(Family(FAMILY.name, FAMILY.dims, "bfloat16"), 8)
+    assert regret.todo([other], results) == [other]
+    # Rows of kernel time about the same problem are something else.
+    kernels = [{key: value for key, value in row.items() if key != "suite"} for row in results.rows]
+    assert regret.todo(points, Results({}, kernels)) == points
+
+
+def test_a_matrix_goes_on_with_the_sizes_that_it_lacks() -> None:
+    there = [{"suite": "matrix", **FAMILY.problem(size), "hint": "chosen"} for size in (4, 64)]
+    whole, part = Matrix(FAMILY, (4,), (4, 64)), Matrix(FAMILY, (4,), (4, 16, 64))
+    assert matrix.todo([whole, part], Results({}, there)) == [Matrix(FAMILY, (4,), (16,))]
+    assert matrix.todo([whole], Results({})) == [whole]
+
+
 def test_memory_is_counted_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses over 128256 classes: the gradients of all candidates do not fit beside each other."""
     monkeypatch.setattr("gristmill.bench.regret.device_of", lambda device: KNOWN["sm_90a"])

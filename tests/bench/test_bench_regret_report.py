@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from gristmill.bench.regret_plots import write_regret_plots
+from gristmill.bench.charts import draw, write_charts
 from gristmill.bench.regret_report import gains, matrices, summarised, verdict
 from gristmill.bench.report import markdown, print_results
 from gristmill.bench.results import OURS, Results, load
@@ -122,7 +122,7 @@ def left_out(op: str, shape: tuple[int, ...], at_least: float) -> dict[str, Any]
     return row
 
 
-def test_what_is_not_judged_is_told_and_counts_for_nothing(tmp_path: Path) -> None:
+def test_what_is_not_judged_is_told_and_counts_for_nothing() -> None:
     good = [regret_row("rms_norm", (m, 64), 0.01) for m in (1, 4)]
     left = [left_out("rms_norm", (8, 64), 0.0), left_out("softmax", (8, 64), 0.25)]
     product = left_out("linear_silu", (8, 64, 32), 0.0)
@@ -143,7 +143,8 @@ def test_what_is_not_judged_is_told_and_counts_for_nothing(tmp_path: Path) -> No
     page = markdown(found)
     assert "| 64 bfloat16 | 1.0% | 1.0% | not judged |" in page
     assert "NOT judged" in markdown(Results({}, [product]))
-    assert [path.name for path in write_regret_plots(found, tmp_path)] == ["regret_rms_norm.svg"]
+    chart = draw(found)["regret_rms_norm"].svg(standalone=True)
+    assert "8 rows: not judged, at least 0.0%" in chart
 
 
 def test_the_tables(results: Results) -> None:
@@ -220,27 +221,20 @@ def test_rows_of_these_suites_are_no_kernel_times(results: Results) -> None:
     assert "vs best peer" in printed(results)
 
 
-def test_pictures_hold_the_numbers(results: Results, tmp_path: Path) -> None:
-    paths = write_regret_plots(results, tmp_path)
-    assert [path.name for path in paths] == [
-        "regret_rms_norm.svg",
-        "regret_linear_silu.svg",
-        "matrix_linear_silu_4096x4096.svg",
-    ]
-    lines, _, heat = (path.read_text() for path in paths)
-    # matplotlib draws text as outlines, with the text itself in a comment.
-    for text in ("7.0% at 16", "13.0% at 16", "N = 4096", "N = 8192", "3%", "10%"):
-        assert f"<!-- {text} -->" in lines
+def test_pictures_hold_the_numbers(results: Results) -> None:
+    charts = draw(results)
+    assert list(charts) == ["regret_rms_norm", "regret_linear_silu", "matrix_linear_silu_4096x4096"]
+    lines, _, heat = (chart.svg(standalone=True) for chart in charts.values())
+    for text in ("7.0% at 16", "13.0% at 16", "N = 4096", "N = 8192", "0%", "10%"):
+        assert f">{text}</text>" in lines
+    assert "goals: 3% on average, 10% at worst" in lines
     for text in ("1.00", "2.00", "1.11", "–", "tuned at 64", "tuned at 4096", "chosen", "4096"):
-        assert f"<!-- {text} -->" in heat
-    assert "up to 1.80 times" in heat
+        assert f">{text}</text>" in heat
     assert "NVIDIA H200" in heat
-    again = write_regret_plots(results, tmp_path / "again")
-    assert [path.read_text() for path in again] == [path.read_text() for path in paths]
 
 
 def test_no_rows_no_pictures(tmp_path: Path) -> None:
-    assert write_regret_plots(Results({}), tmp_path / "none") == []
+    assert write_charts(Results({}), tmp_path / "none") == []
     assert not (tmp_path / "none").exists()
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import io
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from gristmill.bench.plots import write_plots
 from gristmill.bench.report import markdown, microseconds, notes, print_results, summary
 from gristmill.bench.results import Results, load
-from gristmill.errors import ArgumentError, GristmillError
+from gristmill.errors import ArgumentError
 
 
 def row(op: str, m: int, n: int, impl: str, us: float, **more: Any) -> dict[str, Any]:
@@ -163,18 +161,7 @@ def test_microseconds(us: float, text: str) -> None:
     assert microseconds(us) == text
 
 
-def test_plots_draw_every_implementation(results: Results, tmp_path: Path) -> None:
-    (path,) = write_plots(results, tmp_path / "plots")
-    text = path.read_text()
-    assert path.name == "rms_norm.svg"
-    assert text.lstrip().startswith("<?xml")
-    for colour in ("#c2410c", "#6b7280", "#0d9488"):  # gristmill, eager, quack
-        assert colour in text
-    (again,) = write_plots(results, tmp_path / "again")
-    assert again.read_text() == text  # nothing in it changes from run to run
-
-
-def test_shapes_of_more_than_two_numbers(tmp_path: Path) -> None:
+def test_shapes_of_more_than_two_numbers() -> None:
     """Two problems of as many rows and columns, each under its own name."""
     rows = [
         row("softmax_causal", 8192, 4096, impl, us, shape=shape)
@@ -186,8 +173,6 @@ def test_shapes_of_more_than_two_numbers(tmp_path: Path) -> None:
     for shape, ours in (("2x4096x4096", "100"), ("4x2048x4096", "200")):
         (line,) = [line for line in lines if line.startswith(f"│ {shape}")]
         assert line.split("│")[2].strip() == ours
-    (path,) = write_plots(results, tmp_path)
-    assert path.name == "softmax_causal.svg"
 
 
 def test_the_summary_tells_what_a_causal_limit_saves() -> None:
@@ -217,14 +202,6 @@ def test_host_times_of_several_ops_are_kept_apart() -> None:
     assert ratios == {"rms_norm forward": "1.20x", "softmax forward": "0.80x"}
 
 
-def test_without_matplotlib_the_error_says_what_to_install(
-    results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(GristmillError, match=r"pip install 'gristmill\[bench\]'"):
-        write_plots(results, tmp_path)
-
-
 def test_a_file_that_is_no_result_is_told(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text('{"rows": []}')
@@ -232,7 +209,7 @@ def test_a_file_that_is_no_result_is_told(tmp_path: Path) -> None:
         load(path)
 
 
-def test_products_are_shown_by_operations_and_drawn_beside_their_roof(tmp_path: Path) -> None:
+def test_products_are_shown_by_operations() -> None:
     rows = [
         row(
             "linear_silu",
@@ -256,8 +233,3 @@ def test_products_are_shown_by_operations_and_drawn_beside_their_roof(tmp_path: 
     assert "Fastest product of torch's in this run, bfloat16: 712 TFLOP/s." in text
     assert "| vs best peer | TFLOP/s | of roof |" in text
     assert "| 4096x4096x4096 | 200 | 240 | 1.20x | 687 |" in text
-    (path,) = write_plots(results, tmp_path)
-    assert path.name == "linear_silu.svg"
-    drawn = path.read_text()
-    assert "share of the roof" in drawn
-    assert "TB/s that must move" not in drawn

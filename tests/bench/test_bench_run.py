@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from gristmill.bench.peers import PEERS, Function, Peer, Sets
+from gristmill.bench import choices
+from gristmill.bench.peers import GRISTMILL, PEERS, Function, Peer, Sets
 from gristmill.bench.results import OURS, Results, fastest_peer, load, problems
 from gristmill.bench.runner import Runner
 from gristmill.bench.suites import KINDS, Task
+from gristmill.errors import GristmillError
 
 CPU = torch.device("cpu")
 SHAPE = {"softmax_causal": (2, 4, 64), "softmax_causal_bwd": (2, 4, 64)}
@@ -20,7 +23,7 @@ SHAPE = {"softmax_causal": (2, 4, 64), "softmax_causal_bwd": (2, 4, 64)}
 NAMES = [name for name, kind in KINDS.items() if not kind.experts]
 TASKS = [Task(name, SHAPE.get(name, (8, 64)), "bfloat16") for name in NAMES]
 # What a reader of result files keys on, and what it needs of a row that was timed.
-PROBLEM_KEYS = {"op", "dtype", "M", "N", "shape", "impl"}
+PROBLEM_KEYS = {"op", "dtype", "M", "N", "shape", "impl", "peer", "sets"}
 TIMED_KEYS = {"us", "spread_us", "tb_per_s", "roof_us", "roof_share", "l2", "host_us"}
 
 
@@ -190,6 +193,109 @@ def test_a_problem_that_does_not_fit_is_told_for_every_implementation(
     found = run([peer("two", {"a": wrong_forward, "b": wrong_forward})], TASKS[:1])
     assert [row["impl"] for row in found.rows] == [OURS, "two_a", "two_b"]
     assert all(row["error"].endswith("problem: no more") for row in found.rows)
+
+
+def test_rows_name_the_library_and_the_sets() -> None:
+    ways = {"good": PEERS["eager"].implementations("rms_norm")["eager"]}
+    (ours, other) = run([peer("two", ways)], [Task("rms_norm", (16, 4096), "bfloat16")]).rows
+    assert (ours["impl"], ours["peer"]) == (OURS, OURS)
+    assert (other["impl"], other["peer"]) == ("two_good", "two")
+    assert ours["sets"] == other["sets"] == ["decode"]
+
+
+def test_on_a_cpu_a_row_says_why_its_variant_ran(results: Results) -> None:
+    rows = {row["op"]: row for row in results.rows if row["impl"] == OURS}
+    plain = rows["softmax"]
+    assert plain["variant"] == "library"
+    assert set(plain["variants"]) == {"library", "reference"}
+    assert all(us > 0 for us in plain["variants"].values())
+    assert "in the order of preference" in plain["reason"]
+    assert plain["declined"]["cuda_warp"] == "needs a CUDA device, not cpu"
+    causal = rows["softmax_causal"]
+    assert (causal["variant"], list(causal["variants"])) == ("reference", ["reference"])
+    assert "causal" in causal["declined"]["library"]
+    for row in rows.values():
+        assert row["variant"] in row["variants"]
+        assert not set(row["variants"]) & set(row["declined"])
+    found = choices.table(results.rows)
+    assert found is not None
+    _, (header, lines) = found
+    assert len(lines) == len(NAMES)
+    line = dict(zip(header, lines[NAMES.index("softmax_causal")], strict=True))
+    assert line["problem"] == "softmax_causal 2x4x64"
+    assert line["variant"] == "reference"
+    assert "cuda_warp, cuda_block" in line["could not"]
+    assert line["could not"].count("needs a CUDA device") == 1  # once for all of them
+    assert choices.table([{"op": "softmax", "variant": "cuda_warp"}]) is None
+
+
+def test_sizes_that_differ_by_a_row_of_weights_share_a_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copied: list[int] = []
+
+    def time_copy(moved: int, device: torch.device, **_: Any) -> Any:
+        copied.append(moved)
+        return SimpleNamespace(us=moved / 1e6)
+
+    monkeypatch.setattr("gristmill.bench.runner.time_copy", time_copy)
+    runner = Runner(CPU, [], Results({"copy_tb_per_s_by_mb": {"9": 4.0}}), samples=1)
+    assert runner._roof(1_000_000_000) == pytest.approx(1000.0)
+    assert runner._roof(1_001_000_000) == pytest.approx(1001.0)
+    assert runner._roof(2_000_000_000) == pytest.approx(2000.0)
+    assert copied == [1_000_000_000, 2_000_000_000]
+    # What a run has that goes on is kept.
+    assert runner.results.meta["copy_tb_per_s_by_mb"] == {"9": 4.0, "1e+03": 1.0, "2e+03": 1.0}
+    assert runner.results.meta["copy_tb_per_s"] == 1.0
+
+
+def test_a_device_that_is_lost_ends_the_run_and_leaves_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After an illegal access nothing runs: others would be blamed for it, problem by problem."""
+    wreck = peer("wreck", failing_forward)
+    results = Results({})
+    runner = Runner(CPU, [wreck], results, samples=1)
+    synchronize = runner._synchronize
+
+    def lost() -> None:
+        if results.meta.get("lost"):
+            raise RuntimeError("CUDA error: an illegal memory access")
+        synchronize()
+
+    def broken(sets: Sets) -> Function:
+        results.meta["lost"] = True
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    monkeypatch.setattr(runner, "_synchronize", lost)
+    runner.implementations = (GRISTMILL, peer("wreck", broken))
+    with pytest.raises(GristmillError, match=r"wreck broke the device.*go on with --resume"):
+        runner.run([TASKS[0], TASKS[3]], lambda text: None)
+    assert [(row["op"], row["impl"]) for row in results.rows] == [
+        ("rms_norm", OURS),
+        ("rms_norm", "wreck"),
+    ]
+    assert all("wreck broke the device" in row["error"] for row in results.rows)
+    # The next process passes it over.
+    again = Runner(CPU, [peer("wreck", broken)], results, samples=1)
+    assert again.todo([TASKS[0], TASKS[3]]) == [TASKS[3]]
+
+
+def test_first_calls_of_what_was_compiled_ahead_are_not_told() -> None:
+    right = PEERS["eager"].implementations("rms_norm")["eager"]
+    compiles = Peer("jit", "torch", "torch", {"rms_norm": right}, cpu=True, compiles=True)
+    tunes = Peer(
+        *("tuner", "torch", "torch", {"rms_norm": right}),
+        cpu=True,
+        compiles=True,
+        tunes=frozenset(["rms_norm"]),
+    )
+    for ahead, told in ((True, {"tuner"}), (False, {OURS, "jit", "tuner"})):
+        results = Results({})
+        Runner(CPU, [compiles, tunes], results, samples=1, ahead=ahead).run(
+            TASKS[:1], lambda text: None
+        )
+        assert {row["impl"] for row in results.rows if row["first_call_s"] is not None} == told
 
 
 def test_a_peer_without_the_op_has_no_row() -> None:

@@ -247,7 +247,7 @@ def test_without_vllm_there_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -
     assert "needs vLLM" in done.output
     assert "Traceback" not in done.output
     # Beside all others it is a note.
-    chosen = serving_suites.choose(["vllm", "host"], ["all"], CPU, serving_suites.Filters())
+    chosen = serving_suites.choose(["vllm", "host_cost"], ["all"], CPU, serving_suites.Filters())
     assert chosen.plan is None
     assert "needs vLLM" in chosen.notes[0]
 
@@ -258,7 +258,7 @@ def test_without_vllm_there_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -
         (("vllm", "--models", "llama-9b"), "did you mean llama-8b?"),
         (("vllm", "--impls", "nvfp4_marlim"), "did you mean nvfp4_marlin?"),
         (("vllm", "--batches", "0"), "is no number of sequences"),
-        (("host", "--batches", "4"), "name one of these"),
+        (("host_cost", "--batches", "4"), "name one of these"),
         (("vllm", "--op", "training"), "unknown op 'training'"),
     ],
 )
@@ -280,6 +280,36 @@ def test_filters_of_other_suites_leave_nothing(monkeypatch: pytest.MonkeyPatch) 
     plan = serving_suites.choose(suites, suites, CPU, shared).plan
     assert plan is not None
     assert plan.models == ("qwen3-30b-a3b",)
+
+
+def test_engines_that_have_rows_are_not_started_again() -> None:
+    chosen = serving.plan(CPU, models=["llama-8b"], batches=[1, 16])
+    results = Results({})
+    results.add(rows_of("bf16", answer(choices={})))
+    results.add(rows_of("nvfp4_gristmill", {"error": "out of memory"})[:1])
+    left = serving.todo("llama-8b", chosen, results).implementations
+    names = [one.name for one in left]
+    assert "bf16" not in names
+    assert "nvfp4_gristmill" in names  # of one batch only there is a row
+    assert len(serving.todo("qwen3-30b-a3b", chosen, results).implementations) == len(left) + 1
+
+
+def test_end_to_end_is_chosen_like_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    suites, choose = ["end_to_end", "rms_norm"], serving_suites.choose
+    filters = serving_suites.Filters(ops=["decoding"], implementations=["eager"], batches=[2])
+    assert choose(suites, suites, CPU, filters).blocks == {
+        "ops": ["decoding"],
+        "implementations": ["eager"],
+        "batches": [2],
+    }
+    for other in ({"ops": ["rms_norm"]}, {"models": ["tiny"]}):
+        filters = serving_suites.Filters(**other)  # type: ignore[arg-type]
+        assert choose(suites, suites, CPU, filters).blocks is None
+    assert choose(["rms_norm"], [], CPU, serving_suites.Filters()).blocks is None
+    with pytest.raises(ArgumentError, match="has one model"):
+        choose(suites[:1], [], CPU, serving_suites.Filters(models=["tiny"]))
+    with pytest.raises(ArgumentError, match=r"'eagr' \(did you mean eager\?\)"):
+        choose(suites, [], CPU, serving_suites.Filters(implementations=["eagr"]))
 
 
 def test_another_gpu_than_the_first_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

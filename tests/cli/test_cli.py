@@ -14,7 +14,6 @@ import pytest
 from typer.testing import CliRunner
 
 import gristmill
-from gristmill.bench.suites import KERNEL_SUITES
 from gristmill.cli.app import app
 from gristmill.ops.op import Op
 from gristmill.ops.registry import OPS
@@ -219,7 +218,7 @@ def test_explain_as_text_names_the_choice(run: Run) -> None:
         ("bench no_suite", "unknown suite 'no_suite': there are rms_norm"),
         ("bench --op no_op", "unknown op 'no_op'"),
         ("bench softmax --op rms_norm", "unknown op 'rms_norm': there are softmax"),
-        ("bench host --op no_op", "unknown op 'no_op'"),
+        ("bench host_cost --op no_op", "unknown op 'no_op'"),
         ("bench --peers quak", "did you mean quack?"),
         ("bench --shape 4", "'4': a benchmark takes rows x columns"),
         ("bench --layers no_model", "unknown set of layers 'no_model': there are few"),
@@ -290,112 +289,3 @@ def test_warmup_with_compiling_forbidden_fails(run: Run) -> None:
     result = run("warmup rms_norm --shape 16x4096 --arch sm_89", GRISTMILL_JIT="off")
     assert result.exit_code == 1
     assert "GRISTMILL_JIT=off" in result.stderr
-
-
-# bench
-
-
-def test_bench_writes_rows_tables_and_plots(run: Run, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    result = run(
-        f"bench --shape 8x64 --op rms_norm --op rms_norm_bwd --peers eager --samples 2 "
-        f"--device cpu --output {out}"
-    )
-    assert result.exit_code == 0, result.output
-    assert "[1/2] rms_norm 8x64 bfloat16" in result.stdout
-    assert "only the ratios mean anything" in result.stdout
-    assert sorted(path.name for path in out.iterdir()) == [
-        "results.json",
-        "results.md",
-        "rms_norm.svg",
-        "rms_norm_bwd.svg",
-    ]
-    data = json.loads((out / "results.json").read_text())
-    assert {row["op"] for row in data["rows"]} == {"rms_norm", "rms_norm_bwd"}
-    ours = [row for row in data["rows"] if row["impl"] == "gristmill"]
-    assert len(ours) == 2
-    assert all(row["us"] > 0 and row["tb_per_s"] >= 0 for row in ours)
-    for key in ("gpu", "date", "torch", "gristmill", "peers", "copy_tb_per_s", "method"):
-        assert data["meta"][key], key
-
-
-def test_bench_takes_suites_and_shapes_of_three_numbers(run: Run, tmp_path: Path) -> None:
-    path = tmp_path / "r.json"
-    result = run(
-        "bench softmax cross_entropy --op softmax_causal --op cross_entropy_fwd_bwd "
-        f"--shape 2x4x8 --peers eager --samples 1 --device cpu --json {path}"
-    )
-    assert result.exit_code == 0, result.output
-    rows = json.loads(path.read_text())["rows"]
-    assert [(row["op"], row["impl"]) for row in rows] == [
-        (op, impl)
-        for op in ("softmax_causal", "cross_entropy_fwd_bwd")
-        for impl in ("gristmill", "eager")
-    ]
-    assert all((row["M"], row["N"], row["shape"]) == (8, 8, "2x4x8") for row in rows)
-    assert "2x4x8" in result.stdout
-
-
-def test_bench_without_a_suite_measures_every_family(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = []
-    monkeypatch.setattr(
-        "gristmill.bench.runner.Runner.run", lambda self, tasks, advance: seen.extend(tasks)
-    )
-    result = run("bench --quick --device cpu")
-    assert result.exit_code == 0, result.output
-    families = {task.kind.suite for task in seen}
-    assert families == set(KERNEL_SUITES)
-
-
-def test_bench_takes_layers_and_rows_of_products(run: Run, tmp_path: Path) -> None:
-    path = tmp_path / "results.json"
-    result = run(
-        "bench nvfp4_linear --op nvfp4_linear --layers 64x128,48x32 --rows 1,3 --peers cublas "
-        f"--samples 1 --device cpu --json {path}"
-    )
-    assert result.exit_code == 0, result.output
-    rows = json.loads(path.read_text())["rows"]
-    assert [(row["shape"], row["impl"]) for row in rows] == [
-        (shape, impl)
-        for shape in ("1x64x128", "3x64x128", "1x48x32", "3x48x32")
-        for impl in ("gristmill", "cublas_bf16")
-    ]
-    assert all(row["fp64_error"] < 0.005 for row in rows)
-    assert "errors against fp64" in result.output
-
-
-def test_bench_shows_an_earlier_run(run: Run, tmp_path: Path) -> None:
-    path, page = tmp_path / "r.json", tmp_path / "r.md"
-    run(f"bench --shape 8x64 --op rms_norm --peers none --samples 1 --device cpu --json {path}")
-    before = path.read_text()
-    result = run(f"bench --read {path} --markdown {page}")
-    assert result.exit_code == 0, result.output
-    assert "8x64" in page.read_text()
-    assert path.read_text() == before
-
-
-def test_bench_fails_when_gristmill_is_wrong(
-    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    right = gristmill.rms_norm
-    monkeypatch.setattr(gristmill, "rms_norm", lambda *args: right(*args) * 1.1)
-    path = tmp_path / "r.json"
-    result = run(
-        f"bench --shape 8x64 --op rms_norm --peers eager --samples 1 --device cpu --json {path}"
-    )
-    assert result.exit_code == 1
-    assert "gristmill was not timed on rms_norm 8x64" in result.stdout
-    rows = {row["impl"]: row for row in json.loads(path.read_text())["rows"]}
-    assert "us" not in rows["gristmill"]
-    assert rows["eager"]["us"] > 0
-
-
-def test_bench_host(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gristmill.bench.host.SHAPES", ((1, 64),))
-    result = run("bench host --quick --device cpu")
-    assert result.exit_code == 0, result.output
-    for op in ("rms_norm", "layer_norm", "softmax", "cross_entropy"):
-        assert f"{op} forward with grad" in result.stdout
-    assert "took no part" not in result.stdout

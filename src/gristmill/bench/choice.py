@@ -10,7 +10,9 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,7 +22,7 @@ import torch
 from gristmill.bench.families import KINDS, Family
 from gristmill.bench.fresh import in_fresh_process
 from gristmill.bench.results import OURS, Results, Row
-from gristmill.bench.suites import written
+from gristmill.bench.suites import known, written
 from gristmill.errors import GristmillError
 from gristmill.multikernel import MultiKernel
 from gristmill.select.chooser import resolve
@@ -33,6 +35,13 @@ from gristmill.select.tuning import tune
 # What a choice may cost: a lookup on every call, tuning once per problem.
 LOOKUP_US, TUNING_S = 1.5, 0.5
 CANDIDATES = 4
+SUITE = "choice"
+MULTIKERNEL, _FLOAT = "MultiKernel", "float32"
+# What is told, as "what" of a row.
+LOOKUP = "lookup on every call"
+BEYOND = "a call beyond the bare function"
+FIRST = "first choice, by a table"
+NEXT = "the same of the next problem of a process"
 
 _LOOKED_UP = ("rms_norm", "linear_silu", "softmax")
 _TUNED = ("rms_norm", "linear_silu")
@@ -44,37 +53,70 @@ _ROUNDS, _BLOCKS, _CALLS = 3, 3, 5_000
 Advance = Callable[[str], None]
 
 
-def steps() -> int:
-    return 2 * len(_LOOKED_UP) + 1 + len(_TUNED)
+@dataclass(frozen=True)
+class Step:
+    """What is measured at once: `what` of its rows, and how they are made."""
+
+    text: str
+    op: str
+    what: str
+    rows: Callable[[], Iterable[Row]]
 
 
-def run(
-    device: torch.device,
-    results: Results,
-    advance: Advance,
-    *,
-    dtype: str = "bfloat16",
-    repeats: int = 3,
-) -> None:
-    """Measure everything; `advance` is told about each step before it starts."""
-    looked_up = [_family(name, dtype, device) for name in _LOOKED_UP]
-    for family in looked_up:
-        advance(f"choice: lookup, {family}")
-        us = lookup_us(family, device)
-        results.add([_row(family, _ROWS, "lookup on every call", us=us, limit=LOOKUP_US)])
-    advance("choice: MultiKernel")
-    added = multikernel_us(device)
-    head = {"suite": "choice", "op": "MultiKernel", "dtype": "float32", "M": 16, "N": 64}
-    what = "a call beyond the bare function"
-    results.add([{**head, "impl": OURS, "error": None, **_cost(what, us=added, limit=LOOKUP_US)}])
-    for family in looked_up:
-        advance(f"choice: first choice, {family}")
-        us = first_choice_us(family, device)
-        results.add([_row(family, _BUCKET[0], "first choice, by a table", us=us)])
+def planned(
+    device: torch.device, *, dtype: str = "bfloat16", repeats: int = 3, names: Sequence[str] = ()
+) -> list[Step]:
+    """Everything there is to measure, or of that what is named."""
+    found: list[Step] = []
+    families = {name: _family(name, dtype, device) for name in (*_LOOKED_UP, *_TUNED)}
+
+    def step(text: str, op: str, what: str, rows: Callable[[], Iterable[Row]]) -> None:
+        found.append(Step(text, op, what, rows))
+
+    for name in _LOOKED_UP:
+        step(
+            *(f"lookup, {families[name]}", name, LOOKUP),
+            partial(_lookup_rows, families[name], device),
+        )
+    step("MultiKernel", MULTIKERNEL, BEYOND, partial(_multikernel_rows, device))
+    for name in _LOOKED_UP:
+        step(
+            *(f"first choice, {families[name]}", name, FIRST),
+            partial(_first_choice_rows, families[name], device),
+        )
     for name in _TUNED:
-        family = _family(name, dtype, device)
-        advance(f"choice: first-call tuning, {family}")
-        results.add(list(tuning_rows(family, device, repeats)))
+        # The last of its rows; the others are there when this is.
+        step(
+            *(f"first-call tuning, {families[name]}", name, NEXT),
+            partial(tuning_rows, families[name], device, repeats),
+        )
+    there = list(dict.fromkeys(one.op for one in found))
+    wanted = [known("op", name, there) for name in names]
+    return [one for one in found if not names or one.op in wanted]
+
+
+def run(planned: Sequence[Step], dtype: str, results: Results, advance: Advance) -> None:
+    """Measure everything; `advance` is told about each step before it starts."""
+    for step in planned:
+        advance(f"{SUITE}: {step.text}")
+        about = {"suite": SUITE, "op": step.op, "what": step.what}
+        if not results.has(**about, dtype=_FLOAT if step.op == MULTIKERNEL else dtype):
+            results.add(list(step.rows()))
+
+
+def _lookup_rows(family: Family, device: torch.device) -> list[Row]:
+    us = lookup_us(family, device)
+    return [_row(family, _ROWS, LOOKUP, us=us, limit=LOOKUP_US)]
+
+
+def _multikernel_rows(device: torch.device) -> list[Row]:
+    head = {"suite": SUITE, "op": MULTIKERNEL, "dtype": _FLOAT, "M": 16, "N": 64}
+    cost = _cost(BEYOND, us=multikernel_us(device), limit=LOOKUP_US)
+    return [{**head, "impl": OURS, "error": None, **cost}]
+
+
+def _first_choice_rows(family: Family, device: torch.device) -> list[Row]:
+    return [_row(family, _BUCKET[0], FIRST, us=first_choice_us(family, device))]
 
 
 def lookup_us(family: Family, device: torch.device) -> float:
@@ -157,8 +199,7 @@ def tuning_rows(family: Family, device: torch.device, repeats: int) -> Iterator[
     first, second = ([tuned[index] for tuned in warm] for index in (0, 1))
     what = "first-call tuning, kernels compiled before"
     yield _tuning_row(family, _ROWS, what, first, limit=TUNING_S)
-    what = "the same of the next problem of a process"
-    yield _tuning_row(family, _OTHER_ROWS, what, second, limit=TUNING_S)
+    yield _tuning_row(family, _OTHER_ROWS, NEXT, second, limit=TUNING_S)
 
 
 def _tuned(family: Family, device: torch.device, cache: Path) -> list[dict[str, Any]]:
@@ -192,7 +233,7 @@ def _family(name: str, dtype: str, device: torch.device) -> Family:
 
 
 def _row(family: Family, rows: int, what: str, **cost: float | None) -> Row:
-    head = {"suite": "choice", **family.problem(rows), "impl": OURS, "error": None}
+    head = {"suite": SUITE, **family.problem(rows), "impl": OURS, "error": None}
     return {**head, **_cost(what, **cost)}
 
 

@@ -8,7 +8,7 @@ a fresh process.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -19,7 +19,7 @@ import torch
 from gristmill.bench.cold_start_models import FORMS, LLAMA
 from gristmill.bench.fresh import in_fresh_process
 from gristmill.bench.results import OURS, Results, Row
-from gristmill.bench.suites import Task, written
+from gristmill.bench.suites import Task, known, written
 from gristmill.errors import GristmillError
 from gristmill.jit import bundle
 from gristmill.settings import VARIABLES
@@ -62,8 +62,11 @@ class Start:
     is_model: bool = False
 
 
-def starts(device: torch.device) -> list[Start]:
-    """What is measured on a device; without a GPU no calls are: they would compile nothing."""
+def starts(device: torch.device, names: Sequence[str] = ()) -> list[Start]:
+    """What is measured on a device, or of that what is named, by "op" of its rows.
+
+    Without a GPU no calls are: they would compile nothing.
+    """
     found = [Start("import", ("import",), {"shape": ""}, caches=("any",))]
     if device.type == "cuda":
         for task in CALLS:
@@ -74,11 +77,12 @@ def starts(device: torch.device) -> list[Start]:
         about = {"dtype": "bfloat16", "shape": f"M={','.join(map(str, tokens))}"}
         how = ("model", form, str(device)) if device.type == "cuda" else ("kernels", form, ARCH)
         found.append(Start(f"llama3_8b_{form}", how, about, is_model=True))
-    return found
+    wanted = [known("op", name, [start.name for start in found]) for name in names]
+    return [start for start in found if not names or start.name in wanted]
 
 
-def steps(device: torch.device) -> int:
-    return sum(len(start.caches) for start in starts(device))
+def steps(device: torch.device, names: Sequence[str] = ()) -> int:
+    return sum(len(start.caches) for start in starts(device, names))
 
 
 def run(
@@ -87,12 +91,15 @@ def run(
     advance: Callable[[str], None],
     *,
     repeats: int = 5,
+    names: Sequence[str] = (),
 ) -> None:
     """Each start with each cache, `repeats` times: medians, and the least and most of the sum."""
     if device.type != "cuda":
-        results.meta.setdefault("notes", []).append(NO_GPU)
-    _write_bytecode()
-    for start in starts(device):
+        results.note(NO_GPU)
+    left = [start for start in starts(device, names) if not _is_there(start, results)]
+    if left:
+        _write_bytecode()
+    for start in left:
         with tempfile.TemporaryDirectory(prefix="gristmill-bench-") as folder:
             caches = _Caches(Path(folder))
             for cache in start.caches:
@@ -103,6 +110,12 @@ def run(
                 elif start.is_model:
                     row["target"] = ARCH
                 results.add([row])
+
+
+def _is_there(start: Start, results: Results) -> bool:
+    """Whether there are rows of all caches: one is made of the one before."""
+    about = {"suite": SUITE, "op": start.name, **start.about}
+    return all(results.has(**about, cache=cache) for cache in start.caches)
 
 
 def _write_bytecode() -> None:

@@ -51,9 +51,6 @@ MODELS: Mapping[str, Model] = {
 TINY = Model("tiny", 8, 2, 128, 64)
 KNOWN: Mapping[str, Model] = {**MODELS, TINY.name: TINY}
 
-# Tokens in a step, from decoding for one to prefill.
-TOKENS: tuple[int, ...] = (1, 8, 16, 32, 64, 128, 512, 1024, 4096)
-QUICK_TOKENS: tuple[int, ...] = (1, 32, 1024)
 TINY_TOKENS: tuple[int, ...] = (1, 16)
 ROUTINGS = ("uniform", "skewed")
 

@@ -14,7 +14,8 @@ import torch
 
 from gristmill.bench.inputs import Arguments, dtype_of
 from gristmill.bench.layers import FEW
-from gristmill.bench.suites import DTYPES, Shape, known, written
+from gristmill.bench.shapes import Shape
+from gristmill.bench.suites import DTYPES, known, written
 from gristmill.ops.op import Op
 from gristmill.ops.registry import OPS
 from gristmill.select.device import Device

@@ -131,10 +131,16 @@ def run(
         raise ArgumentError(why)
     results.meta.setdefault("methods", {})[SUITE] = METHOD
     if device.type != "cuda":
-        results.meta.setdefault("notes", []).append(NO_GPU)
-    losses: dict[str, list[float]] = {}
+        results.note(NO_GPU)
+    losses: dict[str, list[float]] = {
+        row["op"]: row["losses"]
+        for row in results.rows
+        if row.get("suite") == SUITE and row["impl"] == BASELINE and "losses" in row
+    }
     for case in chosen:
         advance(f"{SUITE} {case.op}, {case.impl}")
+        if results.has(suite=SUITE, op=case.op, impl=case.impl):
+            continue
         told = spec(case, device, repeats)
         try:
             answer = in_fresh_process(

@@ -18,16 +18,6 @@ MODELS: Mapping[str, tuple[Layer, ...]] = {
 FEW: tuple[Layer, ...] = ((4096, 4096), (8192, 8192), (28672, 4096), (57344, 8192))
 SETS: Mapping[str, tuple[Layer, ...]] = {"few": FEW, **MODELS}
 
-# Tokens in a step: decoding for one up to a large batch, then prefill.
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
-# From here on products in FP8 may be worth the rounding of their operands.
-MANY_TOKENS = tuple(tokens for tokens in TOKENS if tokens >= 1024)
-
-
-def of_models() -> tuple[Layer, ...]:
-    """Every layer of every model, each once."""
-    return tuple(dict.fromkeys(layer for layers in MODELS.values() for layer in layers))
-
 
 def products(tokens: Sequence[int], layers: Sequence[Layer]) -> tuple[tuple[int, int, int], ...]:
     """M x N x K of these layers at these numbers of tokens, layer by layer."""

@@ -8,7 +8,7 @@ size are timed in turns, and a launch that stands in several rows is timed once.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from gristmill.select.copies import sets_for_tuning
 from gristmill.select.timing import Timing, time_interleaved
 from gristmill.select.tuning import Candidate, Function, measure
 
+SUITE = "matrix"
 CHOSEN = "chosen"
 SAMPLES = 9
 
@@ -64,6 +65,19 @@ def matrices(
     return found
 
 
+def todo(found: Sequence[Matrix], results: Results) -> list[Matrix]:
+    """The matrices that the results lack, each with the sizes that they lack."""
+
+    def lacks(matrix: Matrix, size: int) -> bool:
+        return not results.has(suite=SUITE, **matrix.family.problem(size))
+
+    left = [
+        replace(matrix, sizes=tuple(size for size in matrix.sizes if lacks(matrix, size)))
+        for matrix in found
+    ]
+    return [matrix for matrix in left if matrix.sizes]
+
+
 def steps(found: Sequence[Matrix]) -> int:
     return sum(len(matrix.hints) + len(matrix.sizes) for matrix in found)
 
@@ -77,7 +91,7 @@ def run(
     samples: int = SAMPLES,
 ) -> None:
     """Measure every matrix; `advance` is told about each size before it starts."""
-    for matrix in found:
+    for matrix in todo(found, results):
         launches: dict[int, Candidate] = {}
         for hint in matrix.hints:
             advance(f"matrix {matrix.family}: tuned at {hint}")
@@ -87,8 +101,7 @@ def run(
             try:
                 results.add(column(matrix.family, size, launches, device, samples))
             except torch.OutOfMemoryError as error:
-                note = f"left out: {matrix.family} at {size}: {first_line(error)}"
-                results.meta.setdefault("notes", []).append(note)
+                results.note(f"left out: {matrix.family} at {size}: {first_line(error)}")
             if device.type == "cuda":
                 torch.cuda.empty_cache()
 
@@ -149,7 +162,7 @@ def column(
         del expected
         sets = sets_for_tuning(args, problem.device.l2_bytes, written=op.written)
         times = time_interleaved(plans, sets, samples=samples)
-    head = {"suite": "matrix", **family.problem(size), "impl": OURS, "error": None}
+    head = {"suite": SUITE, **family.problem(size), "impl": OURS, "error": None}
     lines: list[tuple[int | str, Candidate]] = [*launches.items(), (CHOSEN, chosen)]
     return [
         {**head, "hint": hint, "launch": str(launch), **_cell(str(launch), times, failures)}

@@ -37,6 +37,7 @@ from gristmill.select.tuning import GROUP, Candidate, Function, candidates, meas
 
 Advance = Callable[[str], None]
 
+SUITE = "regret"
 # What a choice may cost: on average over a family's sizes, and at the worst of them.
 MEAN_GOAL, WORST_GOAL = 0.03, 0.10
 # Of the memory that is free; the rest is left to what cannot be foreseen, such as workspaces.
@@ -59,6 +60,15 @@ class Field:
     differing: Sequence[str] = ()
 
 
+def todo(points: Iterable[Point], results: Results) -> list[Point]:
+    """The points that the results lack."""
+    return [
+        point
+        for point in points
+        if not results.has(suite=SUITE, **point.family.problem(point.rows))
+    ]
+
+
 def run(points: Sequence[Point], device: torch.device, results: Results, advance: Advance) -> None:
     """Measure every point; `advance` is told about each before it starts."""
     for point in points:
@@ -68,10 +78,9 @@ def run(points: Sequence[Point], device: torch.device, results: Results, advance
             if reason is None:
                 results.add([_row(point, device)])
             else:
-                results.meta.setdefault("notes", []).append(f"left out: {point}: {reason}")
+                results.note(f"left out: {point}: {reason}")
         except torch.OutOfMemoryError as error:
-            note = f"left out: {point}: not enough memory: {first_line(error)}"
-            results.meta.setdefault("notes", []).append(note)
+            results.note(f"left out: {point}: not enough memory: {first_line(error)}")
         except (GristmillError, RuntimeError) as error:
             results.add([{**_head(point), "error": f"{type(error).__name__}: {first_line(error)}"}])
         if device.type == "cuda":
@@ -217,4 +226,4 @@ def first_line(error: BaseException) -> str:
 
 def _head(point: Point) -> Row:
     problem = point.family.problem(point.rows)
-    return {"suite": "regret", **problem, "impl": OURS, "error": None}
+    return {"suite": SUITE, **problem, "impl": OURS, "error": None}

@@ -266,14 +266,14 @@ def _largest(rows: Sequence[Row]) -> list[Section]:
             microseconds(row["best_us"]),
             f"{row['picked_spread_us']:.2f}, {row['best_spread_us']:.2f}",
             row["source"],
-            *_told_apart(row["picked"], row["best"]),
+            *told_apart(row["picked"], row["best"]),
         ]
         for row in worst
     ]
     return [Section("the largest regrets", (header, body))] if body else []
 
 
-def _told_apart(picked: str, best: str) -> tuple[str, str]:
+def told_apart(picked: str, best: str) -> tuple[str, str]:
     """Two launches by their variants, and where these are the same by what differs."""
     (left, *lefts), (right, *rights) = picked.split(), best.split()
     if picked == best or left != right:

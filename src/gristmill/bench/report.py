@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
 from gristmill.bench import (
+    choices,
     cold_start_report,
+    end_to_end_report,
     expert_report,
     hugging_face_report,
     product_report,
@@ -33,14 +35,16 @@ from gristmill.bench.results import problems as by_problem
 # Columns of words; those of numbers are flush on the right.
 LEFT = {
     *("variant", "cache", "problem", "worst problem", "source", "picked", "best", "what"),
+    *choices.HEADER,
     serving_report.VARIANTS,
 }
+UNFINISHED = "This run was cut short, and has not everything that was asked for."
 CPU_NOTE = "On a CPU these times say nothing about a GPU: only the ratios mean anything."
 
 
 def print_results(results: Results, console: Console) -> None:
     """Every suite's tables, then one line per op, then everything that needs a word."""
-    kernels = _kernels(results)
+    kernels = results.kernels()
     for op in dict.fromkeys(row["op"] for row in kernels):
         rows = [row for row in kernels if row["op"] == op]
         table = _kernel_table(rows, roof=_has_roof(results))
@@ -83,7 +87,7 @@ def markdown(results: Results) -> str:
     if _has_roof(results):
         for dtype, rate in meta.get("mm_tflop_per_s", {}).items():
             parts.append(f"Fastest product of torch's in this run, {dtype}: {rate:.0f} TFLOP/s.")
-    kernels = _kernels(results)
+    kernels = results.kernels()
     for op in dict.fromkeys(row["op"] for row in kernels):
         rows = [row for row in kernels if row["op"] == op]
         table = _kernel_table(rows, roof=_has_roof(results))
@@ -100,12 +104,6 @@ def markdown(results: Results) -> str:
     if lines:
         parts.append("\n".join(f"- {line}" for line in lines))
     return "\n\n".join(parts) + "\n"
-
-
-def _kernels(results: Results) -> list[Row]:
-    """The rows of kernel time, also those of what could not be timed."""
-    others = {"mode", "cache", "suite"}
-    return [row for row in results.rows if not others & set(row)]
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
@@ -150,8 +148,13 @@ def _medians(rows: Sequence[Row], key: str, what: str, write: Callable[[float], 
 def notes(results: Results) -> list[str]:
     """What a reader must know beside the numbers: who is missing, who was wrong, what they mean."""
     lines = []
+    if not results.meta.get("finished", True):
+        lines.append(UNFINISHED)
     if results.meta.get("device") == "cpu":
         lines.append(CPU_NOTE)
+    if several := results.meta.get("runs"):
+        told = [f"{one['file']} ({one.get('date')}, {one['rows']} rows)" for one in several]
+        lines.append(f"Rows are from {len(several)} runs: {', '.join(told)}.")
     lines += results.meta.get("notes", [])
     for name, reason in results.meta.get("missing_peers", {}).items():
         lines.append(f"{name} took no part: {reason}")
@@ -237,9 +240,11 @@ def _other_tables(rows: list[Row]) -> list[tuple[str, Grid]]:
             times = [microseconds(us[name]) if name in us else "–" for name in names]
             body.append([f"{op} {mode}", shape, *times, ratio])
         header = ["call", "problem", *names, "over eager"]
-        tables.append(("host: µs of host time per eager call", (header, body)))
-    if (starts := cold_start_report.table(rows)) is not None:
-        tables.append(starts)
+        tables.append(("host_cost: µs of host time per eager call", (header, body)))
+    for found in (cold_start_report.table(rows), choices.table(rows)):
+        if found is not None:
+            tables.append(found)
+    tables += end_to_end_report.tables(rows)
     return tables + serving_report.tables(rows) + hugging_face_report.tables(rows)
 
 
@@ -249,7 +254,9 @@ def _rich(grid: Grid, title: str, *, ours: int) -> Table:
     for index, name in enumerate(header):
         right = index > 0 and name not in LEFT
         style = "bold" if index == ours else None
-        table.add_column(name, justify="right" if right else "left", style=style, no_wrap=True)
+        folds = name in choices.HEADER[2:]  # sentences
+        justify: JustifyMethod = "right" if right else "left"
+        table.add_column(name, justify=justify, style=style, no_wrap=not folds)
     for line in body:
         table.add_row(*(_cell(header[index], text) for index, text in enumerate(line)))
     return table

@@ -1,11 +1,13 @@
 """The rows of a benchmark run and the file they are kept in.
 
-    {"meta": {"gpu", "date", ..., "copy_tb_per_s", "copy_tb_per_s_by_mb", "method"},
+    {"meta": {"gpu", "date", ..., "commands", "finished", "copy_tb_per_s", "method"},
      "rows": [{"op", "dtype", "M", "N", "shape", "impl", "us", "tb_per_s", ...}, ...]}
 
 One row per problem and implementation; M rows of N columns, whatever their shape, and K of a
 product of matrices. Mixtures of experts have "model", "routing", "E", "topk", "H" and "I" in the
-place of N and K. A row without "us" was not timed, and its "error" says why.
+place of N and K. "peer" is the library of an implementation, "sets" the named sets of shapes that
+the problem belongs to. A row without "us" was not timed, and its "error" says why. Rows of suites
+other than those of kernel time name their "suite".
 """
 
 from __future__ import annotations
@@ -20,6 +22,11 @@ from gristmill.errors import ArgumentError
 
 Row = dict[str, Any]
 OURS = "gristmill"
+# What makes two rows of one file about the same thing; a key that a suite has no use for is absent.
+_PROBLEM = (
+    *("suite", "op", "dtype", "M", "N", "K", "shape", "model", "routing"),
+    *("mode", "cache", "what", "hint", "batch", "length"),
+)
 
 
 @dataclass
@@ -31,8 +38,22 @@ class Results:
     path: Path | None = None
 
     def add(self, rows: list[Row]) -> None:
+        """Keep rows and write the file; they take the place of rows about the same, if any."""
+        new = {identity(row) for row in rows}
+        if any(identity(row) in new for row in self.rows):
+            self.rows = [row for row in self.rows if identity(row) not in new]
         self.rows.extend(rows)
         self.save()
+
+    def has(self, **about: Any) -> bool:
+        """Whether there is a row that says all this: it need not be measured again."""
+        return any(all(row.get(key) == value for key, value in about.items()) for row in self.rows)
+
+    def note(self, text: str) -> None:
+        """Something that a reader must know; once, however often a run was continued."""
+        notes = self.meta.setdefault("notes", [])
+        if text not in notes:
+            notes.append(text)
 
     def save(self) -> None:
         if self.path is None:
@@ -46,9 +67,15 @@ class Results:
         partial.write_text(text)
         os.replace(partial, self.path)
 
+    def kernels(self) -> list[Row]:
+        """The rows of kernel time, also those of what could not be timed."""
+        # Files of before 0.2 have rows of host time and first calls that do not name their suite.
+        others = {"mode", "cache", "suite"}
+        return [row for row in self.rows if not others & set(row)]
+
     def timed(self) -> list[Row]:
-        """Rows of kernel time; those of other suites have no "us", or name their suite."""
-        return [row for row in self.rows if "us" in row and "suite" not in row]
+        """Those of them that were."""
+        return [row for row in self.kernels() if "us" in row]
 
     def failures(self) -> list[Row]:
         return [row for row in self.rows if isinstance(row.get("error"), str)]
@@ -57,9 +84,22 @@ class Results:
 def load(path: Path) -> Results:
     try:
         data = json.loads(path.read_text())
-        return Results(data["meta"], data["rows"])
+        meta, rows = data["meta"], data["rows"]
+        if not isinstance(meta, dict) or not all(isinstance(row, dict) for row in rows):
+            raise TypeError("meta is an object and rows are a list of objects")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ArgumentError(f"{path} is not a file of benchmark results: {error}") from error
+    return Results(meta, rows)
+
+
+def problem_of(row: Row) -> tuple[Any, ...]:
+    """Which problem a row is about, of whatever suite."""
+    return tuple(row.get(key) for key in _PROBLEM)
+
+
+def identity(row: Row) -> tuple[Any, ...]:
+    """Which problem and whose."""
+    return (*problem_of(row), row.get("impl"))
 
 
 def microseconds(us: float) -> str:
@@ -69,7 +109,7 @@ def microseconds(us: float) -> str:
 
 
 def label(row: Row) -> str:
-    if row.get("model"):
+    if row.get("routing"):
         return f"{row['model']} M={row['M']} {row['routing']}"
     return str(row["shape"]) if "shape" in row else f"{row['M']}x{row['N']}"
 

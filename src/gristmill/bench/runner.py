@@ -16,13 +16,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gristmill.bench import choices
 from gristmill.bench.expert_inputs import Experts, make_calls, make_experts
 from gristmill.bench.expert_models import Model
 from gristmill.bench.inputs import Arguments, argument_sets, arguments, dtype_of, saved
 from gristmill.bench.peers import GRISTMILL, Builder, Function, Part, Peer
-from gristmill.bench.results import Results, Row
+from gristmill.bench.results import Results, Row, label
 from gristmill.bench.suites import Task
 from gristmill.bench.truth import Truth, by_reference
+from gristmill.errors import GristmillError
 from gristmill.ops.op import Cost
 from gristmill.ops.registry import OPS
 from gristmill.select.chooser import resolve
@@ -56,20 +58,51 @@ class Problem(NamedTuple):
     truth: Truth
 
 
+class DeviceLostError(GristmillError):
+    """A kernel has left the device in a state in which nothing can be run by this process."""
+
+    def __init__(self, impl: str, error: BaseException) -> None:
+        super().__init__(f"{impl} broke the device: {_first_line(error)}")
+        self.impl = impl
+
+
 class Runner:
-    """Runs tasks on one device and collects their rows."""
+    """Runs tasks on one device and collects their rows.
+
+    `ahead`: code was compiled before, so that a first call says nothing about that.
+    """
 
     def __init__(
-        self, device: torch.device, peers: Sequence[Peer], results: Results, *, samples: int
-    ):
+        self,
+        device: torch.device,
+        peers: Sequence[Peer],
+        results: Results,
+        *,
+        samples: int,
+        ahead: bool = False,
+    ) -> None:
         self.device = device
         self.implementations = (GRISTMILL, *peers)
         self.results = results
         self.samples = samples
-        self._roofs: dict[int, float] = {}
+        self.ahead = ahead
+        self._roofs: dict[str, float] = {}  # µs of a byte
         self._rates: dict[str, float] = {}
         self._experts: Experts | None = None
         results.meta["method"] = f"{METHODS.get(device.type, METHODS['cpu'])}; {samples} samples"
+
+    def todo(self, tasks: Sequence[Task]) -> list[Task]:
+        """Those that the results lack, or lack an implementation of."""
+        rows = self.results.kernels()
+        there = {(row["op"], row["dtype"], label(row), row["impl"]) for row in rows}
+        return [
+            task
+            for task in tasks
+            if any(
+                (task.name, task.dtype, label(task.sizes), impl) not in there
+                for _, impl, _ in self._implementations(task)
+            )
+        ]
 
     def run(self, tasks: Sequence[Task], advance: Callable[[str], None]) -> None:
         """Measure every task; `advance` is told about each before it starts."""
@@ -79,11 +112,22 @@ class Runner:
                 rows = self._measure(task)
             except torch.OutOfMemoryError as error:
                 reason = f"not enough memory for this problem: {_first_line(error)}"
-                rows = [self._row(task, impl, reason) for _, impl, _ in self._implementations(task)]
+                rows = self._failed(task, reason)
+            except DeviceLostError as error:
+                # The problem has rows now: who goes on with --resume does not meet it again.
+                self.results.add(self._failed(task, str(error)))
+                raise GristmillError(
+                    f"{task}: {error}; nothing more can run in this process: go on with --resume"
+                ) from error
             self.results.add(rows)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
         self._experts = None
+
+    def _failed(self, task: Task, reason: str) -> list[Row]:
+        return [
+            self._row(task, peer, impl, reason) for peer, impl, _ in self._implementations(task)
+        ]
 
     def _problem(self, task: Task) -> Problem:
         model = task.model
@@ -109,10 +153,11 @@ class Runner:
         rows: dict[str, Row] = {}
         runnable: dict[str, Function] = {}
         for peer, impl, builder in self._implementations(task):
-            row = rows[impl] = self._row(task, impl, None)
+            row = rows[impl] = self._row(task, peer, impl, None)
             try:
                 function = builder(sets)
-                row["first_call_s"], outputs = self._first_call(function, sets[0])
+                seconds, outputs = self._first_call(function, sets[0])
+                row["first_call_s"] = None if self.ahead and peer.is_ahead(task.name) else seconds
                 if isinstance(function, Part):
                     outputs = function.finish(outputs, *sets[0])
                 row.update(truth.precision(outputs))  # also of what is wrong: by how much
@@ -123,6 +168,7 @@ class Runner:
                 out_of_memory = isinstance(error, torch.OutOfMemoryError)
                 if out_of_memory and (task.model is None or peer is GRISTMILL):
                     raise
+                self._check_device(impl, error)
                 row["error"] = f"{type(error).__name__}: {_first_line(error)}"
             outputs = None  # before the next implementation needs the memory
         del truth  # before those that are timed need the memory
@@ -138,14 +184,23 @@ class Runner:
             for impl, builder in peer.implementations(task.name).items()
         ]
 
-    def _row(self, task: Task, impl: str, error: str | None) -> Row:
+    def _row(self, task: Task, peer: Peer, impl: str, error: str | None) -> Row:
         return {
             "op": task.name,
             "dtype": task.dtype,
             **task.sizes,
+            "sets": task.sets,
             "impl": impl,
+            "peer": peer.name,
             "error": error,
         }
+
+    def _check_device(self, impl: str, error: BaseException) -> None:
+        """DeviceLostError if nothing runs on it after an error of this implementation."""
+        try:
+            self._synchronize()
+        except RuntimeError:
+            raise DeviceLostError(impl, error) from error
 
     def _first_call(self, function: Function, args: Arguments) -> tuple[float, Any]:
         self._synchronize()
@@ -158,11 +213,14 @@ class Runner:
         """Which variant these arguments run on, as the chooser tells it."""
         op = OPS[task.op]
         choice, _ = resolve(op.name, op.variants, op.problem(*args))
-        return {
+        row = {
             "variant": choice.variant.name,
             "config": config_to_json(choice.config),
             "source": choice.source,
         }
+        if self.device.type == "cuda":
+            return row
+        return {**row, **choices.told(op, args, samples=self.samples)}
 
     def _time(
         self,
@@ -180,6 +238,7 @@ class Runner:
         for name, timing in timings.items():
             row = rows[name]
             if not isinstance(timing, Timing):
+                self._check_device(name, timing)
                 row["error"] = f"while timing: {type(timing).__name__}: {_first_line(timing)}"
                 continue
             row["us"] = round(timing.us, 3)
@@ -196,14 +255,21 @@ class Runner:
             row["host_us"] = round(time_host(runnable[name], sets[0]), 2) if small else None
 
     def _roof(self, moved: int) -> float:
-        """Microseconds of a copy that moves as many bytes; measured once per size and run."""
-        if moved not in self._roofs:
-            self._roofs[moved] = time_copy(moved, self.device, samples=self.samples).us
+        """Microseconds of a copy that moves as many bytes.
+
+        Measured once per run and size, to three digits: of ops that differ by a row of weights the
+        copies are one.
+        """
+        size = f"{moved / 1e6:.3g}"
+        if size not in self._roofs:
+            us = time_copy(moved, self.device, samples=self.samples).us
+            self._roofs[size] = us / moved
             meta = self.results.meta
-            rates = {size: round(size / us / 1e6, 3) for size, us in sorted(self._roofs.items())}
-            meta["copy_tb_per_s"] = rates[max(rates)]
-            meta["copy_tb_per_s_by_mb"] = {f"{size / 1e6:.3g}": r for size, r in rates.items()}
-        return self._roofs[moved]
+            # A run that goes on has rates from before.
+            rates = {**meta.get("copy_tb_per_s_by_mb", {}), size: round(moved / us / 1e6, 3)}
+            rates = dict(sorted(rates.items(), key=lambda one: float(one[0])))
+            meta["copy_tb_per_s_by_mb"], meta["copy_tb_per_s"] = rates, [*rates.values()][-1]
+        return self._roofs[size] * moved
 
     def _rate(self, dtype: str) -> float:
         """TFLOP/s of torch's fastest large product; measured once per dtype and run."""
@@ -216,9 +282,8 @@ class Runner:
                     raise timing["mm"]
                 rates.append(2 * size**3 / timing["mm"].us / 1e6)
             self._rates[dtype] = max(rates)
-            self.results.meta["mm_tflop_per_s"] = {
-                name: round(rate, 2) for name, rate in self._rates.items()
-            }
+            known = self.results.meta.setdefault("mm_tflop_per_s", {})
+            known[dtype] = round(self._rates[dtype], 2)
         return self._rates[dtype]
 
     def _synchronize(self) -> None:

@@ -10,7 +10,7 @@ import importlib.util
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -130,11 +130,25 @@ def run(
         raise ArgumentError(why)
     results.meta.setdefault("methods", {})[SUITE] = METHOD
     if device.type != "cuda":
-        results.meta.setdefault("notes", []).append(NO_GPU)
+        results.note(NO_GPU)
     for model in chosen.models:
-        for wave in _waves(model, chosen, device):
+        for wave in _waves(model, todo(model, chosen, results), device):
             with tempfile.TemporaryDirectory(prefix="gristmill-bench-") as folder:
                 _run_wave(model, wave, chosen, device, repeats, Path(folder), results, advance)
+
+
+def todo(model: str, chosen: Plan, results: Results) -> Plan:
+    """The plan without those engines of which there are rows."""
+
+    def is_there(one: Implementation, batch: int) -> bool:
+        return results.has(suite=SUITE, op=model, impl=one.name, batch=batch)
+
+    left = [
+        one
+        for one in chosen.implementations
+        if not all(is_there(one, batch) for batch in chosen.batches)
+    ]
+    return replace(chosen, implementations=tuple(left))
 
 
 def _run_wave(

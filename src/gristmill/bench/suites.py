@@ -12,88 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gristmill.bench.expert_models import (
-    KNOWN,
-    MODELS,
-    QUICK_TOKENS,
-    ROUTINGS,
-    SIZES,
-    TINY,
-    TINY_TOKENS,
-    Model,
-    model_of,
-)
-from gristmill.bench.expert_models import TOKENS as EXPERT_TOKENS
-from gristmill.bench.layers import MANY_TOKENS, SETS, TOKENS, Layer, of_models, products
+from gristmill.bench.expert_models import KNOWN, ROUTINGS, SIZES, TINY, TINY_TOKENS, Model, model_of
+from gristmill.bench.layers import SETS as LAYER_SETS
+from gristmill.bench.layers import Layer, products
+from gristmill.bench.shapes import OF_TASKS, SETS, Shape, sets_of, shapes_of
 from gristmill.errors import ArgumentError
 
-Shape = tuple[int, ...]
 DTYPES = ("bfloat16", "float16", "float32")
-
-# Training sizes, where the roof counts (half a GB or more moves in all but the first two), then
-# decoding and prefill sizes, where launch cost and latency count.
-SHAPES: tuple[Shape, ...] = (
-    (32768, 256),
-    (32768, 1024),
-    (32768, 4096),
-    (32768, 8192),
-    (16384, 16384),
-    (8192, 32768),
-    (4096, 65536),
-    (4096, 131072),
-    (2048, 262144),
-    (1, 4096),
-    (16, 4096),
-    (64, 8192),
-    (256, 7168),
-    (2048, 4096),
-)
-# Scores of attention, for the causal softmax and for the plain one beside it.
-SCORES: tuple[Shape, ...] = ((16, 4096, 4096), (8, 16384, 16384))
-# Tokens x vocabulary: round ones, those of Llama 3, Qwen, Gemma and GPT-2 (odd); then few tokens.
-LOGITS: tuple[Shape, ...] = (
-    (32768, 4096),
-    (8192, 32768),
-    (8192, 128256),
-    (4096, 151936),
-    (4096, 262144),
-    (4096, 50257),
-    (16, 32768),
-    (256, 128256),
-)
-# M x N x K of linear layers: those of a model of 8B parameters, from decoding to prefill.
-LAYERS = ((4096, 4096), (14336, 4096), (4096, 14336))
-PRODUCTS = products((1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096), LAYERS)
-QUICK_ROWS: dict[str, tuple[Shape, ...]] = {
-    "cuda": ((1, 4096), (256, 7168), (2048, 4096), (32768, 4096)),
-    "cpu": ((512, 4096),),
-}
-QUICK_SCORES: dict[str, tuple[Shape, ...]] = {
-    "cuda": ((16, 4096, 4096),),
-    "cpu": ((4, 512, 512),),
-}
-QUICK_LOGITS: dict[str, tuple[Shape, ...]] = {
-    "cuda": ((16, 32768), (8192, 32768), (4096, 151936), (4096, 50257)),
-    "cpu": ((64, 32768),),
-}
-QUICK_PRODUCTS: dict[str, tuple[Shape, ...]] = {
-    "cuda": ((1, 4096, 4096), (64, 4096, 4096), (512, 14336, 4096), (4096, 4096, 4096)),
-    "cpu": ((16, 512, 512),),
-}
-QUICK_NVFP4: dict[str, tuple[Shape, ...]] = {
-    "cuda": products((1, 16, 64, 256), [(8192, 8192)]),
-    "cpu": ((4, 256, 512),),
-}
-QUICK_NVFP4_FP8: dict[str, tuple[Shape, ...]] = {
-    "cuda": ((1024, 8192, 8192),),
-    "cpu": ((64, 256, 512),),
-}
-# Tokens x experts, of which each token takes eight: decoding, a batch, prefill.
-ROUTED: tuple[Shape, ...] = tuple((rows, e) for e in (128, 256) for rows in (1, 32, 256, 4096))
-QUICK_ROUTED: dict[str, tuple[Shape, ...]] = {
-    "cuda": ((32, 256), (4096, 256)),
-    "cpu": ((64, 256),),
-}
 # As DeepSeek-V3 has it, beside a bias.
 GROUPED = {"scoring": "sigmoid", "groups": 8, "topk_groups": 4, "scale": 2.5}
 # Elements of x, or multiplications of a product. On a CPU the large problems would take minutes and
@@ -115,8 +40,6 @@ class Kind:
 
     suite: str
     op: str
-    shapes: tuple[Shape, ...] = SHAPES
-    quick: Mapping[str, tuple[Shape, ...]] = field(default_factory=lambda: QUICK_ROWS)
     options: Mapping[str, Any] = field(default_factory=dict)
     outputs: tuple[int, ...] | None = None
     product: bool = False
@@ -125,31 +48,24 @@ class Kind:
     experts: bool = False
 
 
-def _softmax(op: str) -> Kind:
-    quick = {**QUICK_ROWS, "cuda": QUICK_ROWS["cuda"] + QUICK_SCORES["cuda"]}
-    return Kind("softmax", op, SHAPES + SCORES, quick)
-
-
 def _causal(op: str) -> Kind:
-    return Kind("softmax", op, SCORES, QUICK_SCORES, {"causal": "top_left"})
+    return Kind("softmax", op, {"causal": "top_left"})
 
 
 def _cross_entropy(op: str, outputs: tuple[int, ...] | None, reduction: str = "none") -> Kind:
-    return Kind("cross_entropy", op, LOGITS, QUICK_LOGITS, {"reduction": reduction}, outputs)
+    return Kind("cross_entropy", op, {"reduction": reduction}, outputs)
 
 
 def _linear(activation: str | None) -> Kind:
-    options = {"activation": activation}
-    return Kind("linear", "linear", PRODUCTS, QUICK_PRODUCTS, options, product=True)
+    return Kind("linear", "linear", {"activation": activation}, product=True)
 
 
-def _nvfp4(shapes: tuple[Shape, ...], quick: Mapping[str, tuple[Shape, ...]], **more: Any) -> Kind:
-    return Kind("nvfp4_linear", "nvfp4_linear", shapes, quick, product=True, fp64=True, **more)
+def _nvfp4(**more: Any) -> Kind:
+    return Kind("nvfp4_linear", "nvfp4_linear", product=True, fp64=True, **more)
 
 
 def _experts(op: str) -> Kind:
-    # Of which shapes they are measured, `_mixtures` says.
-    return Kind(op, op, (), {}, product=True, fp64=True, experts=True)
+    return Kind(op, op, product=True, fp64=True, experts=True)
 
 
 # Result files name what is measured ("rms_norm_bwd"), the registry names ops ("rms_norm_backward").
@@ -160,8 +76,8 @@ KINDS: dict[str, Kind] = {
     "layer_norm": Kind("layer_norm", "layer_norm"),
     "add_layer_norm": Kind("layer_norm", "add_layer_norm"),
     "layer_norm_bwd": Kind("layer_norm", "layer_norm_backward"),
-    "softmax": _softmax("softmax"),
-    "softmax_bwd": _softmax("softmax_backward"),
+    "softmax": Kind("softmax", "softmax"),
+    "softmax_bwd": Kind("softmax", "softmax_backward"),
     "softmax_causal": _causal("softmax"),
     "softmax_causal_bwd": _causal("softmax_backward"),
     "cross_entropy": _cross_entropy("cross_entropy", (0,)),
@@ -172,17 +88,13 @@ KINDS: dict[str, Kind] = {
     "linear_relu": _linear("relu"),
     "linear_silu": _linear("silu"),
     "linear_gelu": _linear("gelu"),
-    "nvfp4_linear": _nvfp4(products(TOKENS, of_models()), QUICK_NVFP4),
+    "nvfp4_linear": _nvfp4(),
     # Activations and weights rounded to E4M3 make a result that is off by 3.6% of its size.
-    "nvfp4_linear_fp8": _nvfp4(
-        products(MANY_TOKENS, of_models()), QUICK_NVFP4_FP8, options={"act": "fp8"}, loose=0.08
-    ),
+    "nvfp4_linear_fp8": _nvfp4(options={"act": "fp8"}, loose=0.08),
     "nvfp4_moe": _experts("nvfp4_moe"),
     "moe": _experts("moe"),
-    "topk_router": Kind("topk_router", "topk_router", ROUTED, QUICK_ROUTED, outputs=(0,)),
-    "topk_router_grouped": Kind(
-        *("topk_router", "topk_router", ROUTED[len(ROUTED) // 2 :], QUICK_ROUTED, GROUPED, (0,))
-    ),
+    "topk_router": Kind("topk_router", "topk_router", outputs=(0,)),
+    "topk_router_grouped": Kind("topk_router", "topk_router", GROUPED, (0,)),
 }
 
 
@@ -211,6 +123,11 @@ class Task:
     def model(self) -> Model | None:
         """Whose experts these are."""
         return model_of(self.shape) if self.kind.experts else None
+
+    @property
+    def sets(self) -> list[str]:
+        """The named sets of shapes that it belongs to."""
+        return sets_of(self.name, self.shape)
 
     @property
     def rows(self) -> int:
@@ -260,10 +177,13 @@ SUITES = {
         Suite("nvfp4_moe", "kernel time and error of mixtures of experts with NVFP4 weights"),
         Suite("moe", "kernel time and error of mixtures of experts with weights of 16 bits"),
         Suite("topk_router", "kernel time of the router of mixtures of experts"),
-        Suite("host", "host time of an eager call: without grad, with grad, backward"),
+        Suite("host_cost", "host time of an eager call: without grad, with grad, backward"),
         Suite("cold_start", "seconds until all is ready: an empty cache, a warm one, a bundle"),
         Suite("regret", "how far the picked kernel is from the best there is"),
         Suite("choice", "host time of choosing: lookup, first choice, first-call tuning"),
+        Suite(
+            "end_to_end", "a transformer block: training and decoding, with and without gristmill"
+        ),
         Suite("vllm", "ms per decode step in vLLM: bf16, NVFP4 by Marlin and by gristmill"),
         Suite("transformers", "Hugging Face models, patched or not: training, loss, generation"),
     )
@@ -289,10 +209,12 @@ def known(kind: str, name: str, names: Iterable[str]) -> str:
 def layers_of(text: str) -> tuple[Layer, ...]:
     """The layer that is written as N x K, or those of the set of this name."""
     if not text[:1].isdigit():
-        return SETS[known("set of layers", text, SETS)]
+        return LAYER_SETS[known("set of layers", text, LAYER_SETS)]
     sizes = text.split("x")
     if len(sizes) != 2 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
-        raise ArgumentError(f"{text!r}: a layer is N x K, as in 8192x8192, or {', '.join(SETS)}")
+        raise ArgumentError(
+            f"{text!r}: a layer is N x K, as in 8192x8192, or {', '.join(LAYER_SETS)}"
+        )
     return ((int(sizes[0]), int(sizes[1])),)
 
 
@@ -302,6 +224,7 @@ def tasks(
     suites: Sequence[str] = KERNEL_SUITES,
     quick: bool = False,
     names: Sequence[str] = (),
+    sets: Sequence[str] = (),
     shapes: Sequence[Shape] = (),
     dtypes: Sequence[str] = (),
     layers: Sequence[Layer] = (),
@@ -312,13 +235,17 @@ def tasks(
     """The problems of suites of kernel time on a kind of device, and notes on what was left out.
 
     An empty filter means everything the suites have; shapes given by hand are always run. With
-    `layers` (N x K) or `rows` (M) only products of matrices are: at these, and at all the suite's
-    sizes of the other. With `models` or `routings` only mixtures of experts are, of these.
+    `sets` only shapes of these are. With `layers` (N x K) or `rows` (M) only products of matrices
+    are: at these, and at all the suite's sizes of the other. With `models` or `routings` only
+    mixtures of experts are, of these.
     """
     there = [name for name, kind in KINDS.items() if kind.suite in suites]
     chosen = [known("op", name, there) for name in names] or there
     models = [known("model", name, KNOWN) for name in models]
     routings = [known("routing", name, ROUTINGS) for name in routings]
+    if sets:
+        by_hand = bool(shapes or layers or rows or models)
+        chosen = _with_sets(chosen, sets, by_hand=by_hand, every=bool(names))
     if layers or rows or models or routings:
         if shapes and (models or (rows and routings)):
             raise ArgumentError("models and rows choose among a suite's; a shape by hand has both")
@@ -328,18 +255,19 @@ def tasks(
     left_out: dict[str, None] = {}
     for dtype in dtypes:
         for name in chosen:
-            kind = KINDS[name]
-            if kind.experts:
-                mixtures = _mixtures(device_type, quick, shapes, models, rows)
+            usual = _usual(name, device_type, quick, sets)
+            if KINDS[name].experts:
+                mixtures = _mixtures(usual, shapes, models, rows)
                 if shapes and not mixtures and all(KINDS[one].experts for one in chosen):
                     model_of(shapes[0])  # says what a shape is
+                some = ROUTINGS[:1] if quick or shapes else ROUTINGS
                 found += [
                     Task(name, shape, dtype, routing)
-                    for shape, usual in mixtures
-                    for routing in routings or usual
+                    for shape in mixtures
+                    for routing in routings or some
                 ]
                 continue
-            for shape in shapes or _shapes(kind, device_type, quick, layers, rows):
+            for shape in shapes or _shapes(usual, layers, rows):
                 if not shapes and device_type != "cuda" and math.prod(shape) > CPU_LIMIT:
                     left_out[written(shape)] = None
                 else:
@@ -349,6 +277,24 @@ def tasks(
         large = ", ".join(left_out)
         notes.append(f"left out on {device_type} (name them with --shape to run): {large}")
     return found, notes
+
+
+def _with_sets(
+    chosen: Sequence[str], sets: Sequence[str], *, by_hand: bool, every: bool
+) -> list[str]:
+    """Of the tasks those that have one of the sets; `every`: each of them must."""
+    for name in sets:
+        known("set of shapes", name, SETS)
+    if by_hand:
+        raise ArgumentError("sets choose among a suite's shapes: leave out shapes, layers, models")
+    kept = [name for name in chosen if set(OF_TASKS[name]) & set(sets)]
+    lacking = [name for name in chosen if name not in kept]
+    if lacking and (every or not kept):
+        has = dict.fromkeys(one for name in lacking for one in OF_TASKS[name])
+        raise ArgumentError(
+            f"{', '.join(lacking)}: not measured over {', '.join(sets)}, but over {', '.join(has)}"
+        )
+    return kept
 
 
 def _filtered(chosen: Sequence[str], layers: bool, experts: bool, shapes: bool) -> list[str]:
@@ -366,39 +312,34 @@ def _filtered(chosen: Sequence[str], layers: bool, experts: bool, shapes: bool) 
     return list(kinds)
 
 
-def _mixtures(
-    device_type: str,
-    quick: bool,
-    shapes: Sequence[Shape],
-    models: Sequence[str],
-    rows: Sequence[int],
-) -> list[tuple[Shape, tuple[str, ...]]]:
-    """Shapes of mixtures of experts, model by model, and the usual routings of each.
+def _usual(name: str, device_type: str, quick: bool, sets: Sequence[str]) -> tuple[Shape, ...]:
+    """The shapes of a task on a kind of device; of experts on a CPU a tiny model stands for all."""
+    if KINDS[name].experts and device_type != "cuda" and not quick:
+        return tuple(TINY.shape(tokens) for tokens in TINY_TOKENS)
+    look = "cuda" if device_type == "cuda" else "cpu"
+    return shapes_of(name, sets=sets, quick=look if quick else None)
 
-    Of shapes by hand those that are some. On a CPU, unless models are named, a tiny one stands for
-    all.
+
+def _mixtures(
+    usual: Sequence[Shape], shapes: Sequence[Shape], models: Sequence[str], rows: Sequence[int]
+) -> list[Shape]:
+    """Shapes of mixtures of experts, model by model, so that all of one share the weights.
+
+    Of shapes by hand those that are some.
     """
     if shapes:
-        known_ones = [model_of(shape).shape(shape[0]) for shape in shapes if len(shape) == SIZES]
-        return [(shape, ROUTINGS[:1]) for shape in known_ones]
-    named, usual = list(MODELS), EXPERT_TOKENS
-    if device_type != "cuda":
-        named, usual = [TINY.name], TINY_TOKENS[-1:] if quick else TINY_TOKENS
-    elif quick:
-        named, usual = named[:1], QUICK_TOKENS
-    routings = ROUTINGS[:1] if quick else ROUTINGS
-    return [
-        (KNOWN[name].shape(tokens), routings)
-        for name in models or named
-        for tokens in rows or usual
-    ]
+        return [model_of(shape).shape(shape[0]) for shape in shapes if len(shape) == SIZES]
+    if not models and not rows:
+        return list(usual)
+    named = models or list(dict.fromkeys(model_of(shape).name for shape in usual))
+    tokens = rows or list(dict.fromkeys(shape[0] for shape in usual))
+    return [KNOWN[name].shape(count) for name in named for count in tokens]
 
 
 def _shapes(
-    kind: Kind, device_type: str, quick: bool, layers: Sequence[Layer], rows: Sequence[int]
-) -> tuple[Shape, ...]:
-    shapes = kind.quick.get(device_type, kind.quick["cpu"]) if quick else kind.shapes
+    usual: Sequence[Shape], layers: Sequence[Layer], rows: Sequence[int]
+) -> Sequence[Shape]:
     if not layers and not rows:
-        return shapes
-    tokens = rows or list(dict.fromkeys(shape[0] for shape in shapes))
-    return products(tokens, layers or list(dict.fromkeys((n, k) for _, n, k in shapes)))
+        return usual
+    tokens = rows or list(dict.fromkeys(shape[0] for shape in usual))
+    return products(tokens, layers or list(dict.fromkeys((n, k) for _, n, k in usual)))

@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
+from gristmill.cli.bench_app import bench_app
 from gristmill.cli.common import DTYPE_HELP, SHAPE_HELP, reported
+from gristmill.cli.words import Device, Dtypes, Json, Shapes
 
 app = typer.Typer(
     name="gristmill",
@@ -22,10 +24,8 @@ cache_app = typer.Typer(
     help="Look at, ship, check or empty the cache of compiled kernels.", no_args_is_help=True
 )
 app.add_typer(cache_app, name="cache")
+app.add_typer(bench_app, name="bench")
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-Shapes = Annotated[list[str] | None, typer.Option("--shape", help=SHAPE_HELP + " May be repeated.")]
-Dtypes = Annotated[list[str] | None, typer.Option("--dtype", help=DTYPE_HELP + " May be repeated.")]
 Sets = Annotated[
     list[str] | None,
     typer.Option(
@@ -37,9 +37,6 @@ Sets = Annotated[
 Arch = Annotated[
     str | None,
     typer.Option("--arch", help="Ask about another GPU, here or not: sm_80, sm_90a, sm_100a, ..."),
-]
-Device = Annotated[
-    str | None, typer.Option("--device", help="cuda, cuda:1 or cpu; by default the GPU.")
 ]
 
 
@@ -353,131 +350,3 @@ def cache_verify(
     from gristmill.cli.cache import verify
 
     verify(path)
-
-
-def _listed(text: str | None) -> list[str]:
-    """Words by commas."""
-    return [] if text is None else [word.strip() for word in text.split(",")]
-
-
-@app.command(
-    epilog="Examples: `gristmill bench --quick --output results`; "
-    "`gristmill bench --op rms_norm_bwd --shape 32768x4096 --peers quack --json out.json`; "
-    "`gristmill bench --op softmax_causal --shape 16x4096x4096`; "
-    "`gristmill bench nvfp4_linear --layers llama3_8b,8192x8192 --rows 1,16,64`; "
-    "`gristmill bench nvfp4_moe --models deepseek-v3 --rows 1,32,1024 --routing uniform`; "
-    "`gristmill bench vllm --models llama-8b --batches 1,16 --impls bf16,nvfp4_gristmill_norms`; "
-    "`gristmill bench transformers --op training --impls eager,patched`; "
-    "`gristmill bench host cold_start`"
-)
-@reported
-def bench(
-    suites: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Kernel time: rms_norm, layer_norm, softmax, cross_entropy, linear, nvfp4_linear, "
-            "nvfp4_moe, moe, topk_router (by default these); host time: host; seconds until all is "
-            "ready: cold_start; how good choices are: regret; what choosing costs: choice; whole "
-            "models: vllm, transformers; or all.",
-            show_default=False,
-        ),
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A few problems, fewer samples.")] = False,
-    op: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--op",
-            help="Only this of the suites' tasks: rms_norm, rms_norm_bwd, softmax_causal, "
-            "cross_entropy_fwd_bwd, ...; of transformers training, loss, generation. May be "
-            "repeated.",
-        ),
-    ] = None,
-    shape: Shapes = None,
-    dtype: Dtypes = None,
-    layers: Annotated[
-        str | None,
-        typer.Option(
-            help="Only products with these weights, at every M of the suite: NxK or one of few, "
-            "llama3_8b, llama3_70b, qwen3_32b, deepseek_v3; by commas."
-        ),
-    ] = None,
-    rows: Annotated[
-        str | None,
-        typer.Option(help="Only products, or experts, of so many rows, M: as in 1,16,64."),
-    ] = None,
-    models: Annotated[
-        str | None,
-        typer.Option(
-            help="Only the experts of these models: qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, "
-            "gpt-oss-120b, tiny; of vllm llama-8b, qwen3-30b-a3b, tiny; by commas."
-        ),
-    ] = None,
-    routing: Annotated[
-        str | None,
-        typer.Option(
-            help="Only experts whose tokens are spread like this: uniform, or skewed (half of all "
-            "slots with four experts); by commas."
-        ),
-    ] = None,
-    batches: Annotated[
-        str | None,
-        typer.Option(help="Of vllm: how many sequences decode at once; by default 1,16,64."),
-    ] = None,
-    impls: Annotated[
-        str | None,
-        typer.Option(
-            help="Of vllm and transformers: only these rows, such as bf16,nvfp4_marlin or "
-            "eager,patched; by commas."
-        ),
-    ] = None,
-    peers: Annotated[
-        str | None,
-        typer.Option(
-            help="Of eager,inductor,quack,liger,flashinfer,cublas,torch,humming,vllm, or none; by "
-            "default all."
-        ),
-    ] = None,
-    samples: Annotated[int | None, typer.Option(min=1, help="Samples per timing.")] = None,
-    device: Device = None,
-    json: Annotated[Path | None, typer.Option(help="Write the rows to this file.")] = None,
-    markdown: Annotated[Path | None, typer.Option(help="Write the tables to this page.")] = None,
-    plots: Annotated[Path | None, typer.Option(help="Write SVGs into this folder.")] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(help="Write all of these into this folder: results.json, results.md, SVGs."),
-    ] = None,
-    read: Annotated[
-        Path | None,
-        typer.Option(help="Measure nothing: show this file of an earlier run, on any machine."),
-    ] = None,
-) -> None:
-    """Measure gristmill against the peers that are installed, all in one run.
-
-    Peers take part when they can be imported. Every implementation is checked before it is timed;
-    the roof is a copy of as many bytes. Exit code 1 if gristmill's own result was wrong.
-    """
-    from gristmill.bench.suites import KERNEL_SUITES
-    from gristmill.cli.bench import Options, run
-
-    run(
-        Options(
-            suites=suites or list(KERNEL_SUITES),
-            quick=quick,
-            ops=op or [],
-            shapes=shape or [],
-            dtypes=dtype or [],
-            layers=_listed(layers),
-            rows=_listed(rows),
-            models=_listed(models),
-            routings=_listed(routing),
-            batches=_listed(batches),
-            implementations=_listed(impls),
-            peers=None if peers is None else _listed(peers),
-            samples=samples,
-            device=device,
-            json=json or (output and output / "results.json"),
-            markdown=markdown or (output and output / "results.md"),
-            plots=plots or output,
-            read=read,
-        )
-    )

@@ -1,70 +1,54 @@
-"""`gristmill bench`: from options to a run, and from its rows to tables, files and plots."""
+"""`gristmill bench`: from a plan to a run, and from its rows to tables, files, plots and a page."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import typer
 from rich.console import Console
 
 from gristmill.bench import (
+    ahead,
     choice,
     cold_start,
     families,
-    host,
+    host_cost,
     matrix,
     regret,
     runner,
+    runs,
     serving_suites,
 )
 from gristmill.bench.environment import describe
-from gristmill.bench.expert_models import KNOWN as EXPERTS
-from gristmill.bench.peers import Peer, choose
 from gristmill.bench.progress import progress
 from gristmill.bench.report import markdown, print_results
-from gristmill.bench.results import OURS, Results, Row, load
-from gristmill.bench.suites import KERNEL_SUITES, SUITES, Shape, Task, known, layers_of, tasks
-from gristmill.cli.common import FAILURE, console, parse_dtype, parse_shape, torch_device
+from gristmill.bench.results import OURS, Results, Row
+from gristmill.cli.bench_plan import Options, Plan, plan_of
+from gristmill.cli.common import FAILURE, console
 from gristmill.errors import ArgumentError
 from gristmill.jit.compilers import Compilable
 from gristmill.jit.parallel import compile_all
 from gristmill.select.device import device_of
 
-
-@dataclass(frozen=True)
-class Options:
-    """The command line as it was typed."""
-
-    suites: Sequence[str]
-    quick: bool
-    ops: Sequence[str]
-    shapes: Sequence[str]
-    dtypes: Sequence[str]
-    layers: Sequence[str]
-    rows: Sequence[str]
-    models: Sequence[str]
-    routings: Sequence[str]
-    batches: Sequence[str]
-    implementations: Sequence[str]
-    peers: Sequence[str] | None
-    samples: int | None
-    device: str | None
-    json: Path | None
-    markdown: Path | None
-    plots: Path | None
-    read: Path | None
+# What a shell says of a process that SIGTERM has ended.
+_TERMINATED = 128 + signal.SIGTERM
 
 
 def run(options: Options) -> None:
     out = console()
-    if options.plots is not None:
-        from gristmill.bench.plots import require
-
-        require()
-    results = _measured(options, out) if options.read is None else load(options.read)
+    if options.read:
+        if options.resume:
+            raise ArgumentError("--read measures nothing, and --resume goes on measuring: one only")
+        results = runs.read(options.read)
+        results.path = options.json
+        results.save()
+    else:
+        results = _measured(plan_of(options), options, out)
     print_results(results, out)
     _write(results, options, out)
     if any(_is_ours(row) for row in results.failures()):
@@ -76,184 +60,154 @@ def _is_ours(row: Row) -> bool:
     return bool(row.get("ours", row["impl"] == OURS))
 
 
-def _measured(options: Options, out: Console) -> Results:
-    # Everything that can be wrong with the command line is found before anything is measured.
-    suites = list(SUITES) if "all" in options.suites else list(options.suites)
-    for suite in suites:
-        known("suite", suite, (*SUITES, "all"))
-    kernels = [suite for suite in suites if suite in KERNEL_SUITES]
-    device = torch_device(options.device)
-    dtypes = [parse_dtype(dtype) for dtype in options.dtypes]
-    whole = serving_suites.choose(suites, options.suites, device, _filters(options))
-    names = [name for name in options.ops if name not in whole.ops]
-    models = [name for name in options.models if name in EXPERTS or name not in whole.models]
-    found, notes = tasks(
-        device.type,
-        suites=kernels or KERNEL_SUITES,
-        quick=options.quick,
-        names=names,
-        shapes=[_rows(shape) for shape in options.shapes],
-        dtypes=dtypes,
-        layers=[layer for text in options.layers for layer in layers_of(text)],
-        rows=[_size(text) for text in options.rows],
-        models=models,
-        routings=options.routings,
-    )
-    peers: list[Peer] = []
-    missing: dict[str, str] = {}
-    # Names that only whole models have leave nothing for the other suites.
-    others = bool(names) >= bool(options.ops) and bool(models) >= bool(options.models)
-    if kernels and others:  # the other suites compare with torch alone
-        peers, missing = choose(options.peers or (), device, {task.name for task in found})
-    else:
-        found, notes = [], []
-    if others:
-        points, grids = _regret_problems(suites, bool(kernels), device, options, names, dtypes)
-    else:
-        points, grids = [], []
-    meta = {**describe(device, peers), "suites": suites, "missing_peers": missing, "notes": notes}
-    results = Results(meta, path=options.json)
-    against = ", ".join(peer.name for peer in peers)
+def _measured(plan: Plan, options: Options, out: Console) -> Results:
+    meta = {
+        **describe(plan.device, plan.peers),
+        "suites": list(plan.suites),
+        "missing_peers": plan.missing,
+        "notes": list(plan.notes),
+        "commands": [options.command],
+        "finished": False,
+    }
+    results = runs.begin(meta, options.json, resume=options.resume)
+    against = ", ".join(peer.name for peer in plan.peers)
     out.print(f"{meta['gpu']}, torch {meta['torch']}" + (f"; peers: {against}" if against else ""))
-    _measure(suites, found, peers, device, results, options, dtypes, out)
-    _measure_regret(points, grids, device, results, options, out)
-    serving_suites.run(whole, device, results, out, samples=options.samples, quick=options.quick)
+    results.save()
+    with _terminated_in_order():
+        _measure_kernels(plan, results, options, out)
+        _measure_costs(plan, results, options, out)
+        _measure_regret(plan, results, options, out)
+        serving_suites.run(
+            plan.whole, plan.device, results, out, samples=options.samples, quick=options.quick
+        )
+    results.meta["finished"] = True
+    results.save()
     return results
 
 
-def _filters(options: Options) -> serving_suites.Filters:
-    return serving_suites.Filters(
-        ops=options.ops,
-        models=options.models,
-        implementations=options.implementations,
-        batches=[_size(text, "sequences") for text in options.batches],
-        quick=options.quick,
-    )
+@contextmanager
+def _terminated_in_order() -> Iterator[None]:
+    """SIGTERM, as a time limit sends it, becomes an exception: processes are ended on the way."""
 
+    def stop(number: int, frame: Any) -> None:
+        raise SystemExit(_TERMINATED)
 
-def _measure(
-    suites: Sequence[str],
-    found: Sequence[Task],
-    peers: Sequence[Peer],
-    device: torch.device,
-    results: Results,
-    options: Options,
-    dtypes: Sequence[str],
-    out: Console,
-) -> None:
-    if found:
-        samples = options.samples or (runner.QUICK_SAMPLES if options.quick else runner.SAMPLES)
-        with progress(out, len(found)) as advance:
-            runner.Runner(device, peers, results, samples=samples).run(found, advance)
-    repeats = 1 if options.quick else 3
-    dtype = dtypes[0] if dtypes else "bfloat16"
-    if "host" in suites:
-        with progress(out, host.host_steps()) as advance:
-            host.run_host(device, results, advance, dtype=dtype, rounds=repeats)
-    if cold_start.SUITE in suites:
-        with progress(out, cold_start.steps(device)) as advance:
-            cold_start.run(
-                device, results, advance, repeats=options.samples or (1 if options.quick else 5)
-            )
-    if "choice" in suites:
-        with progress(out, choice.steps()) as advance:
-            choice.run(device, results, advance, dtype=dtype, repeats=repeats)
-
-
-def _regret_problems(
-    suites: Sequence[str],
-    beside_others: bool,
-    device: torch.device,
-    options: Options,
-    names: Sequence[str],
-    dtypes: Sequence[str],
-) -> tuple[list[families.Point], list[matrix.Matrix]]:
-    """What the suite `regret` is to measure; shapes given by hand leave out the matrices."""
-    if "regret" not in suites:
-        return [], []
-    if beside_others and names:  # which may know more ops
-        names = [name for name in names if name in families.KINDS]
-        if not names:
-            return [], []
-    shapes = [_rows(shape) for shape in options.shapes]
-    points = families.points(
-        device.type, quick=options.quick, names=names, shapes=shapes, dtypes=dtypes
-    )
-    if shapes:
-        return points, []
-    grids = [
-        one
-        for dtype in dtypes or ("bfloat16",)
-        for one in matrix.matrices(device.type, quick=options.quick, names=names, dtype=dtype)
-    ]
-    return points, grids
-
-
-def _measure_regret(
-    points: Sequence[families.Point],
-    grids: Sequence[matrix.Matrix],
-    device: torch.device,
-    results: Results,
-    options: Options,
-    out: Console,
-) -> None:
-    if not points:
+    if threading.current_thread() is not threading.main_thread():  # only that one may be told
+        yield
         return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _measure_kernels(plan: Plan, results: Results, options: Options, out: Console) -> None:
+    if not plan.tasks:
+        return
+    if options.jobs:
+        results.meta["jobs"] = options.jobs
+    measured = runner.Runner(
+        plan.device,
+        plan.peers,
+        results,
+        samples=options.samples or (runner.QUICK_SAMPLES if options.quick else runner.SAMPLES),
+        # Also where the part of the run before this one had compiled ahead.
+        ahead="jobs" in results.meta,
+    )
+    todo = measured.todo(plan.tasks)
+    if len(todo) < len(plan.tasks):
+        out.print(f"{len(plan.tasks) - len(todo)} of {len(plan.tasks)} problems are there already")
+    if options.jobs:
+        _compile(ahead.own_programs(todo, plan.device), plan.device, out, options.jobs)
+        _compile_peers(plan, ahead.worth(todo, plan.peers), results, options.jobs, out)
+    with progress(out, len(todo)) as advance:
+        measured.run(todo, advance)
+
+
+def _compile_peers(
+    plan: Plan, tasks: Sequence[Any], results: Results, jobs: int, out: Console
+) -> None:
+    if not tasks:
+        return
+    out.print(f"compiling ahead for {len(tasks)} problems, in {min(jobs, len(tasks))} processes")
+    with progress(out, len(tasks)) as advance:
+        for text in ahead.compile_ahead(tasks, plan.peers, plan.device, jobs, advance):
+            results.note(text)
+
+
+def _measure_costs(plan: Plan, results: Results, options: Options, out: Console) -> None:
+    """What a call costs the host, a start, and a choice."""
+    device, quick = plan.device, options.quick
+    repeats = 1 if quick else 3
+    if (ops := plan.names.get(host_cost.SUITE)) is not None:
+        with progress(out, host_cost.steps(ops, plan.shapes)) as advance:
+            host_cost.run(
+                *(device, results, advance),
+                dtype=plan.dtype,
+                rounds=repeats,
+                ops=ops,
+                shapes=plan.shapes,
+            )
+    if (ops := plan.names.get(cold_start.SUITE)) is not None:
+        with progress(out, cold_start.steps(device, ops)) as advance:
+            starts = options.samples or (1 if quick else 5)
+            cold_start.run(device, results, advance, repeats=starts, names=ops)
+    if (ops := plan.names.get(choice.SUITE)) is not None:
+        steps = choice.planned(device, dtype=plan.dtype, repeats=repeats, names=ops)
+        with progress(out, len(steps)) as advance:
+            choice.run(steps, plan.dtype, results, advance)
+
+
+def _measure_regret(plan: Plan, results: Results, options: Options, out: Console) -> None:
+    points = regret.todo(plan.points, results)
+    grids = matrix.todo(plan.grids, results)
+    if not points and not grids:
+        return
+    device = plan.device
     results.meta.setdefault("method", runner.METHODS.get(device.type, runner.METHODS["cpu"]))
     sizes = [
         families.Point(grid.family, rows) for grid in grids for rows in (*grid.hints, *grid.sizes)
     ]
-    _compile(regret.programs([*points, *sizes], device), device, out)
+    _compile(regret.programs([*points, *sizes], device), device, out, options.jobs)
     with progress(out, len(points)) as advance:
         regret.run(points, device, results, advance)
-    samples = options.samples or matrix.SAMPLES
     with progress(out, matrix.steps(grids)) as advance:
+        samples = options.samples or matrix.SAMPLES
         matrix.run(grids, device, results, advance, samples=samples)
-    results.save()
 
 
-def _compile(programs: Sequence[Compilable], device: torch.device, out: Console) -> None:
-    """Compile ahead and in parallel; what fails is told where it is missed."""
+def _compile(programs: Sequence[Compilable], device: torch.device, out: Console, jobs: int) -> None:
+    """Compile gristmill's own ahead and in parallel; what fails is told where it is missed."""
     if not programs:
         return
-    out.print(f"compiling {len(programs)} programs that are candidates")
-    if out.is_terminal:
-        with progress(out, len(programs)) as advance:
-            compile_all(
-                programs,
-                device_of(device).arch,
-                progress=lambda done, number, total: advance(done.program.source),
-            )
-    else:
-        compile_all(programs, device_of(device).arch)
+    out.print(f"compiling {len(programs)} of gristmill's programs")
+    workers, arch = jobs or None, device_of(device).arch
+    if not out.is_terminal:
+        compile_all(programs, arch, workers=workers)
+        return
+    with progress(out, len(programs)) as advance:
+        compile_all(
+            *(programs, arch),
+            workers=workers,
+            progress=lambda done, number, total: advance(done.program.source),
+        )
 
 
 def _write(results: Results, options: Options, out: Console) -> None:
-    written = [results.path] if results.path is not None else []
+    written = [] if results.path is None else [str(results.path)]
     if options.markdown is not None:
         options.markdown.parent.mkdir(parents=True, exist_ok=True)
         options.markdown.write_text(markdown(results))
-        written.append(options.markdown)
+        written.append(str(options.markdown))
     if options.plots is not None:
-        from gristmill.bench.cold_start_report import write_cold_start_plot
-        from gristmill.bench.plots import write_plots
-        from gristmill.bench.regret_plots import write_regret_plots
+        from gristmill.bench.charts import write_charts
 
-        written += write_plots(results, options.plots)
-        written += write_regret_plots(results, options.plots)
-        written += write_cold_start_plot(results, options.plots)
+        drawn = write_charts(results, options.plots)
+        written.append(f"{len(drawn)} plots in {options.plots}")
+    if options.report is not None:
+        from gristmill.bench.page import write_page
+
+        written.append(str(write_page(results, options.report)))
     if written:
-        out.print("written: " + ", ".join(map(str, written)), soft_wrap=True)
-
-
-def _rows(text: str) -> Shape:
-    shape = parse_shape(text)
-    if len(shape) < 2 or min(shape) < 1:
-        raise ArgumentError(f"{text!r}: a benchmark takes rows x columns, as in 4096x8192")
-    return shape
-
-
-def _size(text: str, what: str = "rows") -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentError(f"{text!r} is no number of {what}: write one such as 64")
-    return int(text)
+        out.print("written: " + ", ".join(written), soft_wrap=True)

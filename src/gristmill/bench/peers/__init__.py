@@ -34,24 +34,37 @@ FAMILIES = (
 )
 
 
-def _peer(name: str, package: str, module: str, *, cpu: bool = False) -> Peer:
+# Products that Inductor and QuACK choose their launches for by timing, at the first call.
+_PRODUCTS = frozenset((*linear.TASKS, *nvfp4_linear.TASKS, experts.TASK, experts.DENSE_TASK))
+
+
+def _peer(
+    name: str,
+    package: str,
+    module: str,
+    *,
+    cpu: bool = False,
+    compiles: bool = False,
+    tunes: frozenset[str] = frozenset(),
+) -> Peer:
     builders = {
         task: builder
         for family in FAMILIES
         for task, builder in family.BUILDERS.get(name, {}).items()
     }
-    return Peer(name, package, module, builders, cpu, cross_entropy.COARSE.get(name, frozenset()))
+    coarse = cross_entropy.COARSE.get(name, frozenset())
+    return Peer(name, package, module, builders, cpu, coarse, compiles, tunes)
 
 
-GRISTMILL = _peer("gristmill", "gristmill", "gristmill", cpu=True)
+GRISTMILL = _peer("gristmill", "gristmill", "gristmill", cpu=True, compiles=True)
 PEERS = {
     peer.name: peer
     for peer in (
         _peer("eager", "torch", "torch", cpu=True),
-        _peer("inductor", "torch", "torch._inductor", cpu=True),
-        _peer("quack", "quack-kernels", "quack"),
-        _peer("liger", "liger-kernel", "liger_kernel.ops.rms_norm"),
-        _peer("flashinfer", "flashinfer-python", "flashinfer.norm"),
+        _peer("inductor", "torch", "torch._inductor", cpu=True, compiles=True, tunes=_PRODUCTS),
+        _peer("quack", "quack-kernels", "quack", compiles=True, tunes=_PRODUCTS),
+        _peer("liger", "liger-kernel", "liger_kernel.ops.rms_norm", compiles=True),
+        _peer("flashinfer", "flashinfer-python", "flashinfer.norm", compiles=True),
         _peer("cublas", "torch", "torch", cpu=True),
         _peer("torch", "torch", "torch", cpu=True),
         _peer("humming", "humming-kernels", "humming.layer"),

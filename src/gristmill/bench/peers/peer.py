@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._inductor.config
 
 from gristmill.bench.inputs import Arguments
 
@@ -39,7 +40,9 @@ class Part:
 class Peer:
     """One library: how to find it, and how it does the tasks that it can do.
 
-    `coarse`: tasks in which it rounds in between, so that its results are off by more.
+    `coarse`: tasks in which it rounds in between, so that its results are off by more. `compiles`:
+    it makes code at its first call, which others may make ahead; but not for tasks that it `tunes`
+    itself for, by timing: what else runs meanwhile would decide.
     """
 
     name: str
@@ -48,6 +51,12 @@ class Peer:
     builders: Mapping[str, Builder | Mapping[str, Builder]]
     cpu: bool = False
     coarse: frozenset[str] = frozenset()
+    compiles: bool = False
+    tunes: frozenset[str] = frozenset()
+
+    def is_ahead(self, task: str) -> bool:
+        """Whether its code for a task can be made ahead of the timing."""
+        return self.compiles and task in self.builders and task not in self.tunes
 
     def implementations(self, task: str) -> dict[str, Builder]:
         """Its builders for a task by the names they have in results: quack, quack_one_pass."""
@@ -79,6 +88,9 @@ def compiled(function: Function, *, mode: str | None = None) -> Function:
     # Every problem gets code of its own, as a model with one shape would: past a few shapes Dynamo
     # would otherwise make the sizes symbolic, and then stop compiling altogether.
     torch._dynamo.reset()
+    # Choices between configs that it makes by timing are made here, by every run for itself, and
+    # not taken from disk: whoever compiled ahead timed them beside others.
+    torch._inductor.config.autotune_local_cache = False
     return torch.compile(function, fullgraph=True, dynamic=False, mode=mode)
 
 

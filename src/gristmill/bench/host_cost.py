@@ -1,11 +1,11 @@
-"""The suite `host`: what a call costs before any kernel runs.
+"""The suite `host_cost`: what a call costs before any kernel runs.
 
 It decides small problems: at a decoding batch of one a kernel takes 2 µs and its call 10.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,47 +15,67 @@ import gristmill
 from gristmill import nvfp4
 from gristmill.bench.inputs import dtype_of
 from gristmill.bench.results import Results
-from gristmill.bench.suites import KINDS, written
+from gristmill.bench.suites import KINDS, known, written
 from gristmill.select.timing import time_host
 
+SUITE = "host_cost"
 SHAPES = ((1, 4096), (256, 4096))
 MODES = ("forward", "forward with grad", "backward")
 
 Calls = dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]
+Shapes = Sequence[tuple[int, ...]]
 
 
-def host_steps() -> int:
-    return len(CALLS) * len(SHAPES) * len(MODES)
+def problems(ops: Sequence[str] = (), shapes: Shapes = ()) -> list[tuple[str, tuple[int, int]]]:
+    """Ops, each at every shape of M rows and N columns; an empty filter means everything.
+
+    Of `shapes` those of three numbers are MxNxK of a square weight, N = K.
+    """
+    chosen = [known("op", op, CALLS) for op in ops] or list(CALLS)
+    sizes = [(shape[0], shape[1]) for shape in shapes or SHAPES]
+    return [(op, size) for op in chosen for size in sizes]
 
 
-def run_host(
+def steps(ops: Sequence[str] = (), shapes: Shapes = ()) -> int:
+    return len(problems(ops, shapes)) * len(MODES)
+
+
+def run(
     device: torch.device,
     results: Results,
     advance: Callable[[str], None],
     *,
     dtype: str = "bfloat16",
     rounds: int = 3,
+    ops: Sequence[str] = (),
+    shapes: Shapes = (),
 ) -> None:
     """Host µs of eager calls of gristmill and of torch; the best of `rounds`, taken in turns."""
-    for op in CALLS:
-        for shape in SHAPES:
-            for mode in MODES:
-                advance(f"host {op} {mode} {written(shape)}")
-                calls = host_calls(op, mode, shape, dtype_of(dtype), device)
-                best = dict.fromkeys(calls, float("inf"))
-                for _ in range(rounds):
-                    for impl, (function, args) in calls.items():
-                        best[impl] = min(best[impl], time_host(function, args))
-                rows, columns = shape
-                problem = {"op": op, "dtype": dtype, "M": rows, "N": columns}
-                if KINDS[op].product:  # of a square weight
-                    problem = {**problem, "K": columns, "shape": written((*shape, columns))}
-                results.add(
-                    [
-                        {**problem, "impl": impl, "mode": mode, "host_us": round(us, 2)}
-                        for impl, us in best.items()
-                    ]
-                )
+    for op, shape in problems(ops, shapes):
+        for mode in MODES:
+            advance(f"{SUITE} {op} {mode} {written(shape)}")
+            about = {"op": op, "dtype": dtype, **_sizes(op, shape), "mode": mode}
+            if results.has(**about):
+                continue
+            calls = host_calls(op, mode, shape, dtype_of(dtype), device)
+            best = dict.fromkeys(calls, float("inf"))
+            for _ in range(rounds):
+                for impl, (function, args) in calls.items():
+                    best[impl] = min(best[impl], time_host(function, args))
+            results.add(
+                [
+                    {"suite": SUITE, **about, "impl": impl, "host_us": round(us, 2)}
+                    for impl, us in best.items()
+                ]
+            )
+
+
+def _sizes(op: str, shape: tuple[int, int]) -> dict[str, Any]:
+    rows, columns = shape
+    if KINDS[op].product:  # of a square weight
+        shape_of = written((*shape, columns))
+        return {"M": rows, "N": columns, "K": columns, "shape": shape_of}
+    return {"M": rows, "N": columns, "shape": written(shape)}
 
 
 def host_calls(
@@ -113,6 +133,13 @@ def _cross_entropy(shape: tuple[int, int], dtype: torch.dtype, device: torch.dev
     return gristmill.cross_entropy, F.cross_entropy, _randn(dtype, device, shape), [target]
 
 
+def _linear(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Family:
+    """A square weight."""
+    columns = shape[1]
+    x, weight = _randn(dtype, device, shape, (columns, columns))
+    return gristmill.linear, F.linear, [x, weight.div_(columns**0.5)], []
+
+
 def _nvfp4_linear(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Family:
     """A square weight; torch's layer has it in the open."""
     columns = shape[1]
@@ -138,5 +165,6 @@ CALLS = {
     "layer_norm": _layer_norm,
     "softmax": _softmax,
     "cross_entropy": _cross_entropy,
+    "linear": _linear,
     "nvfp4_linear": _nvfp4_linear,
 }

@@ -3,19 +3,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gristmill.bench import host
+from gristmill.bench import host_cost as host
 from gristmill.bench.results import Results
+from gristmill.errors import ArgumentError
 
 CPU = torch.device("cpu")
 
 
-OPS = ("rms_norm", "layer_norm", "softmax", "cross_entropy", "nvfp4_linear")
+OPS = ("rms_norm", "layer_norm", "softmax", "cross_entropy", "linear", "nvfp4_linear")
 
 
 def test_host_measures_three_ways_to_call_each_op(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "SHAPES", ((1, 64),))
     results, steps = Results({}), []
-    host.run_host(CPU, results, steps.append, rounds=1)
+    host.run(CPU, results, steps.append, rounds=1)
     assert [(row["op"], row["mode"], row["impl"]) for row in results.rows] == [
         (op, mode, impl)
         for op in OPS
@@ -24,11 +25,34 @@ def test_host_measures_three_ways_to_call_each_op(monkeypatch: pytest.MonkeyPatc
     ]
     assert all(0.1 < row["host_us"] < 1e5 for row in results.rows)
     assert not results.timed()  # host time is no kernel time
-    assert len(steps) == host.host_steps() == 15
+    assert len(steps) == host.steps() == 18
+    assert {row["suite"] for row in results.rows} == {"host_cost"}
     products = [row for row in results.rows if row["op"] == "nvfp4_linear"]
     assert {(row["M"], row["N"], row["K"], row["shape"]) for row in products} == {
         (1, 64, 64, "1x64x64")
     }
+    # A run that goes on measures what is not there.
+    left = [row for row in results.rows if row["mode"] != "backward"]
+    gone_on = Results({}, list(left))
+    monkeypatch.setattr(host, "time_host", lambda function, args: 7.0)
+    host.run(CPU, gone_on, steps.append, rounds=1)
+    assert gone_on.rows[: len(left)] == left
+    assert {(row["mode"], row["host_us"]) for row in gone_on.rows[len(left) :]} == {
+        ("backward", 7.0)
+    }
+    assert len(gone_on.rows) == len(results.rows)
+
+
+def test_one_op_at_shapes_by_hand() -> None:
+    assert host.problems(["softmax", "linear"], [(2, 64), (3, 32, 32)]) == [
+        ("softmax", (2, 64)),
+        ("softmax", (3, 32)),
+        ("linear", (2, 64)),
+        ("linear", (3, 32)),
+    ]
+    assert host.steps(["softmax"], [(2, 64)]) == 3
+    with pytest.raises(ArgumentError, match=r"unknown op 'sofmax' \(did you mean softmax\?\)"):
+        host.problems(["sofmax"])
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -1,0 +1,213 @@
+"""From the options of `gristmill bench` to what is to be measured.
+
+Everything that can be wrong with a command line is found here, before anything is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from gristmill.bench import (
+    choice,
+    cold_start,
+    end_to_end,
+    families,
+    host_cost,
+    hugging_face,
+    matrix,
+    regret,
+    serving_suites,
+)
+from gristmill.bench.expert_models import KNOWN as EXPERTS
+from gristmill.bench.peers import Peer, choose
+from gristmill.bench.shapes import Shape
+from gristmill.bench.suites import KERNEL_SUITES, KINDS, SUITES, Task, known, layers_of, tasks
+from gristmill.cli.common import parse_dtype, parse_shape, torch_device
+from gristmill.errors import ArgumentError
+
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line as it was typed; `command` is all of it."""
+
+    suites: Sequence[str]
+    quick: bool
+    ops: Sequence[str]
+    sets: Sequence[str]
+    shapes: Sequence[str]
+    dtypes: Sequence[str]
+    layers: Sequence[str]
+    rows: Sequence[str]
+    models: Sequence[str]
+    routings: Sequence[str]
+    batches: Sequence[str]
+    implementations: Sequence[str]
+    peers: Sequence[str] | None
+    samples: int | None
+    device: str | None
+    json: Path | None
+    markdown: Path | None
+    plots: Path | None
+    report: Path | None
+    read: Sequence[Path]
+    resume: bool
+    jobs: int
+    command: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured: problems of kernel time with their peers, and those of other suites.
+
+    `names`: for each of the others that takes part, the ops that were asked for; none means all.
+    """
+
+    device: torch.device
+    suites: Sequence[str]
+    dtypes: Sequence[str]
+    shapes: Sequence[Shape]
+    tasks: Sequence[Task]
+    peers: Sequence[Peer]
+    missing: dict[str, str]
+    notes: Sequence[str]
+    names: dict[str, list[str]]
+    points: Sequence[families.Point]
+    grids: Sequence[matrix.Matrix]
+    whole: serving_suites.Chosen = field(default_factory=serving_suites.Chosen)
+
+    @property
+    def dtype(self) -> str:
+        """That of suites which have one only."""
+        return self.dtypes[0] if self.dtypes else "bfloat16"
+
+
+def plan_of(options: Options) -> Plan:
+    suites = list(SUITES) if ALL in options.suites else list(dict.fromkeys(options.suites))
+    for suite in suites:
+        known("suite", suite, (*SUITES, ALL))
+    device = torch_device(options.device)
+    dtypes = [parse_dtype(dtype) for dtype in options.dtypes]
+    shapes = [_shape(text) for text in options.shapes]
+    whole = serving_suites.choose(suites, options.suites, device, _filters(options))
+    names = _names(suites, options.ops, device)
+    found, notes, peers, missing = _kernel_tasks(suites, options, device, dtypes, shapes, whole)
+    points: list[families.Point] = []
+    grids: list[matrix.Matrix] = []
+    if regret.SUITE in names:
+        points, grids = _regret(names[regret.SUITE], options, device, dtypes, shapes)
+    return Plan(
+        *(device, suites, dtypes, shapes, found, peers, missing, notes, names),
+        *(points, grids, whole),
+    )
+
+
+def _ops_of(suite: str, device: torch.device) -> list[str]:
+    """The ops that a suite has, by the names of result files."""
+    if suite in KERNEL_SUITES:
+        return [name for name, kind in KINDS.items() if kind.suite == suite]
+    return {
+        host_cost.SUITE: lambda: list(host_cost.CALLS),
+        cold_start.SUITE: lambda: [start.name for start in cold_start.starts(device)],
+        regret.SUITE: lambda: list(families.KINDS),
+        choice.SUITE: lambda: [step.op for step in choice.planned(device)],
+        end_to_end.SUITE: lambda: list(end_to_end.OPS),
+        hugging_face.SUITE: lambda: list(hugging_face.OPS),
+    }.get(suite, list)()
+
+
+def _names(suites: Sequence[str], ops: Sequence[str], device: torch.device) -> dict[str, list[str]]:
+    """Of the ops that are asked for those of each suite; one that has none of them is left out."""
+    there = {suite: _ops_of(suite, device) for suite in suites}
+    every = dict.fromkeys(name for names in there.values() for name in names)
+    for op in ops:
+        known("op", op, every)
+    wanted = {suite: [op for op in ops if op in names] for suite, names in there.items()}
+    return {suite: names for suite, names in wanted.items() if names or not ops}
+
+
+def _kernel_tasks(
+    suites: Sequence[str],
+    options: Options,
+    device: torch.device,
+    dtypes: Sequence[str],
+    shapes: Sequence[Shape],
+    whole: serving_suites.Chosen,
+) -> tuple[list[Task], list[str], list[Peer], dict[str, str]]:
+    """Problems of kernel time, notes on what was left out, the peers, and who is missing."""
+    kernels = [suite for suite in suites if suite in KERNEL_SUITES]
+    if not kernels:
+        asked = (options.sets, options.layers, options.rows, options.routings)
+        if any(asked):
+            raise ArgumentError(
+                "sets, layers, rows and routing choose problems of kernel time: name a suite of "
+                f"these: {', '.join(KERNEL_SUITES)}"
+            )
+        return [], [], [], {}
+    named = [op for op in options.ops if op in KINDS and KINDS[op].suite in kernels]
+    models = [name for name in options.models if name in EXPERTS or name not in whole.models]
+    if (options.ops and not named) or (options.models and not models):
+        return [], [], [], {}  # these are names that only other suites have
+    found, notes = tasks(
+        device.type,
+        suites=kernels,
+        quick=options.quick,
+        names=named,
+        sets=options.sets,
+        shapes=shapes,
+        dtypes=dtypes,
+        layers=[layer for text in options.layers for layer in layers_of(text)],
+        rows=[_size(text) for text in options.rows],
+        models=models,
+        routings=options.routings,
+    )
+    peers, missing = choose(options.peers or (), device, {task.name for task in found})
+    return found, notes, peers, missing
+
+
+def _regret(
+    names: Sequence[str],
+    options: Options,
+    device: torch.device,
+    dtypes: Sequence[str],
+    shapes: Sequence[Shape],
+) -> tuple[list[families.Point], list[matrix.Matrix]]:
+    """What the suite `regret` is to measure; shapes given by hand leave out the matrices."""
+    points = families.points(
+        device.type, quick=options.quick, names=names, shapes=shapes, dtypes=dtypes
+    )
+    if shapes:
+        return points, []
+    return points, [
+        one
+        for dtype in dtypes or ("bfloat16",)
+        for one in matrix.matrices(device.type, quick=options.quick, names=names, dtype=dtype)
+    ]
+
+
+def _filters(options: Options) -> serving_suites.Filters:
+    return serving_suites.Filters(
+        ops=options.ops,
+        models=options.models,
+        implementations=options.implementations,
+        batches=[_size(text, "sequences") for text in options.batches],
+        quick=options.quick,
+    )
+
+
+def _shape(text: str) -> Shape:
+    shape = parse_shape(text)
+    if len(shape) < 2 or min(shape) < 1:
+        raise ArgumentError(f"{text!r}: a benchmark takes rows x columns, as in 4096x8192")
+    return shape
+
+
+def _size(text: str, what: str = "rows") -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentError(f"{text!r} is no number of {what}: write one such as 64")
+    return int(text)

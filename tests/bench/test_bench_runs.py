@@ -1,0 +1,253 @@
+"""Runs that go on, and files that are merged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gristmill.bench import runs
+from gristmill.bench.peers import PEERS
+from gristmill.bench.report import notes
+from gristmill.bench.results import Results, Row, load
+from gristmill.bench.runner import Runner
+from gristmill.bench.suites import Task
+from gristmill.errors import ArgumentError
+
+CPU = torch.device("cpu")
+META = {
+    "gpu": "H200",
+    "torch": "2.13",
+    "gristmill": "0.2.0",
+    "revision": "abc",
+    "date": "2026-11-16",
+    "peers": {"quack": "0.6"},
+    "missing_peers": {"liger": "cannot be imported"},
+    "suites": ["rms_norm"],
+    "notes": ["one"],
+    "commands": ["gristmill bench rms_norm"],
+}
+
+
+def meta(**other: Any) -> dict[str, Any]:
+    return json.loads(json.dumps({**META, **other}))
+
+
+def row(op: str, impl: str, us: float, shape: str = "8x64", **more: Any) -> Row:
+    rows, columns = map(int, shape.split("x"))
+    about = {"op": op, "dtype": "bfloat16", "M": rows, "N": columns, "shape": shape}
+    return {**about, "impl": impl, "error": 0.0, "us": us, **more}
+
+
+def written(path: Path, rows: list[Row], **other: Any) -> Path:
+    Results(meta(**other), rows, path).save()
+    return path
+
+
+# ------------------------------------------------------------------------------------- going on
+
+
+def test_a_run_goes_on_with_what_it_has(tmp_path: Path) -> None:
+    path = written(tmp_path / "r.json", [row("rms_norm", "gristmill", 1.0)])
+    now = meta(
+        suites=["rms_norm", "regret"],
+        peers={"liger": "0.8"},
+        missing_peers={"vllm": "no"},
+        notes=["one", "two"],
+        commands=["gristmill bench rms_norm regret --resume"],
+    )
+    results = runs.begin(now, path, resume=True)
+    assert [one["us"] for one in results.rows] == [1.0]
+    assert results.meta["commands"] == [*META["commands"], *now["commands"]]
+    assert results.meta["suites"] == ["rms_norm", "regret"]
+    assert results.meta["notes"] == ["one", "two"]
+    assert results.meta["peers"] == {"quack": "0.6", "liger": "0.8"}
+    assert results.meta["missing_peers"] == {"vllm": "no"}
+    assert results.meta["finished"] is False
+    results.add([row("rms_norm", "quack", 2.0)])
+    assert [one["us"] for one in load(path).rows] == [1.0, 2.0]
+
+
+def test_without_resume_a_run_begins_anew(tmp_path: Path) -> None:
+    path = written(tmp_path / "r.json", [row("rms_norm", "gristmill", 1.0)])
+    assert runs.begin(meta(), path, resume=False).rows == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("gpu", "H100"), ("torch", "2.11"), ("gristmill", "0.1.0"), ("revision", "abd")],
+)
+def test_numbers_of_something_else_do_not_go_on(tmp_path: Path, key: str, value: str) -> None:
+    path = written(tmp_path / "r.json", [])
+    says = f"was measured with {key} {META[key]}, and here is {value}; measure it anew"
+    with pytest.raises(ArgumentError, match=says):
+        runs.begin(meta(**{key: value}), path, resume=True)
+
+
+def test_a_revision_may_not_be_known(tmp_path: Path) -> None:
+    path = written(tmp_path / "r.json", [])
+    assert runs.begin(meta(revision=None), path, resume=True).rows == []
+
+
+def test_a_peer_of_another_version_does_not_go_on(tmp_path: Path) -> None:
+    path = written(tmp_path / "r.json", [])
+    with pytest.raises(ArgumentError, match=r"quack 0\.6, and here is 0\.7"):
+        runs.begin(meta(peers={"quack": "0.7"}), path, resume=True)
+
+
+def test_what_cannot_go_on(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="say which by --json, --output or --report"):
+        runs.begin(meta(), None, resume=True)
+    with pytest.raises(ArgumentError, match=r"there is no .*r\.json to continue"):
+        runs.begin(meta(), tmp_path / "r.json", resume=True)
+    merged = written(tmp_path / "m.json", [], runs=[{}])
+    with pytest.raises(ArgumentError, match="merged of several runs"):
+        runs.begin(meta(), merged, resume=True)
+    (tmp_path / "bad.json").write_text('{"meta": {}, "rows": [')
+    with pytest.raises(ArgumentError, match="not a file of benchmark results"):
+        runs.begin(meta(), tmp_path / "bad.json", resume=True)
+
+
+def test_problems_that_are_there_are_not_measured_again() -> None:
+    tasks = [Task("rms_norm", (rows, 64), "float32") for rows in (2, 3, 4)]
+    results = Results({})
+    Runner(CPU, [], results, samples=1).run(tasks[:2], lambda text: None)
+    before = [dict(one) for one in results.rows]
+    again = Runner(CPU, [], results, samples=1)
+    assert again.todo(tasks) == tasks[2:]
+    # With a peer more all of them lack something, and are measured as a whole.
+    more = Runner(CPU, [PEERS["eager"]], results, samples=1)
+    assert more.todo(tasks) == tasks
+    more.run(tasks[:1], lambda text: None)
+    assert [(one["M"], one["impl"]) for one in results.rows] == [
+        (3, "gristmill"),
+        (2, "gristmill"),
+        (2, "eager"),
+    ]
+    assert results.rows[0] == before[1]
+    assert more.todo(tasks) == tasks[1:]
+
+
+def test_rows_of_other_suites_are_no_kernel_time() -> None:
+    results = Results({}, [{"suite": "cold_start", "op": "import", "shape": "", "impl": "x"}])
+    task = Task("rms_norm", (2, 64), "float32")
+    assert Runner(CPU, [], results, samples=1).todo([task]) == [task]
+
+
+def test_a_run_that_was_cut_short_says_so() -> None:
+    assert any("cut short" in line for line in notes(Results(meta(finished=False))))
+    assert not any("cut short" in line for line in notes(Results(meta(finished=True))))
+    assert not any("cut short" in line for line in notes(Results(meta())))  # of before there was
+
+
+# -------------------------------------------------------------------------------------- merging
+
+
+def test_of_rows_about_the_same_the_last_counts(tmp_path: Path) -> None:
+    old = [row("rms_norm", "gristmill", 3.0), row("rms_norm", "quack", 4.0)]
+    new = [row("rms_norm", "gristmill", 2.0), row("softmax", "gristmill", 5.0)]
+    paths = [
+        written(tmp_path / "a.json", old, copy_tb_per_s_by_mb={"1": 1.0, "9": 4.2}),
+        written(
+            tmp_path / "b.json",
+            new,
+            date="2026-11-17",
+            torch="2.14",
+            peers={"liger": "0.8"},
+            missing_peers={"vllm": "no"},
+            suites=["softmax"],
+            notes=["two"],
+            commands=["gristmill bench softmax"],
+            copy_tb_per_s_by_mb={"1": 2.0, "20": 4.3},
+        ),
+    ]
+    merged = runs.read(paths)
+    assert [(one["op"], one["impl"], one["us"], one["run"]) for one in merged.rows] == [
+        ("rms_norm", "gristmill", 2.0, 1),
+        ("rms_norm", "quack", 4.0, 0),
+        ("softmax", "gristmill", 5.0, 1),
+    ]
+    assert merged.meta["torch"] == "2.13"  # the first one's
+    assert merged.meta["peers"] == {"liger": "0.8", "quack": "0.6"}
+    assert merged.meta["missing_peers"] == {"vllm": "no"}
+    assert merged.meta["suites"] == ["rms_norm", "softmax"]
+    assert merged.meta["notes"] == ["one", "two"]
+    assert len(merged.meta["commands"]) == 2
+    assert merged.meta["copy_tb_per_s_by_mb"] == {"1": 1.0, "20": 4.3, "9": 4.2}
+    assert merged.meta["copy_tb_per_s"] == 4.3
+    told = [(one["file"], one["rows"], one["torch"], one["date"]) for one in merged.meta["runs"]]
+    assert told == [("a.json", 1, "2.13", "2026-11-16"), ("b.json", 2, "2.14", "2026-11-17")]
+    assert "Rows are from 2 runs: a.json (2026-11-16, 1 rows)" in " ".join(notes(merged))
+
+
+def test_what_was_merged_can_be_merged_again(tmp_path: Path) -> None:
+    paths = [
+        written(tmp_path / f"{name}.json", [row(op, "gristmill", 1.0)])
+        for name, op in (("a", "rms_norm"), ("b", "softmax"), ("c", "linear"))
+    ]
+    both = runs.read(paths[:2])
+    every = runs.merge([both, load(paths[2])], ["both.json", "c.json"])
+    assert [one["file"] for one in every.meta["runs"]] == ["a.json", "b.json", "c.json"]
+    assert [(one["op"], one["run"]) for one in every.rows] == [
+        ("rms_norm", 0),
+        ("softmax", 1),
+        ("linear", 2),
+    ]
+
+
+def test_rows_of_suites_are_told_apart(tmp_path: Path) -> None:
+    """Same op, same shape, other mode or cache or routing: other rows."""
+    rows = [
+        row("rms_norm", "gristmill", 1.0),
+        row("rms_norm", "gristmill", 1.0, suite="regret"),
+        *(
+            row("rms_norm", "gristmill", 1.0, suite="matrix", hint=hint)
+            for hint in (1, 256, "chosen")
+        ),
+        *(
+            row("rms_norm", "gristmill", 1.0, suite="host_cost", mode=mode)
+            for mode in ("forward", "backward")
+        ),
+        *(
+            row("rms_norm", "gristmill", 1.0, suite="cold_start", cache=cache)
+            for cache in ("empty", "warm")
+        ),
+        *(
+            row("moe", "gristmill", 1.0, model="tiny", routing=routing)
+            for routing in ("uniform", "skewed")
+        ),
+    ]
+    paths = [written(tmp_path / name, rows) for name in ("a.json", "b.json")]
+    merged = runs.read(paths)
+    assert len(merged.rows) == len(rows)
+    assert {one["run"] for one in merged.rows} == {1}
+
+
+def test_one_file_is_as_it_is(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.json", [row("rms_norm", "gristmill", 1.0)])
+    only = runs.read([path])
+    assert (only.meta, only.rows) == (load(path).meta, load(path).rows)
+
+
+def test_different_devices_are_not_merged(tmp_path: Path) -> None:
+    paths = [written(tmp_path / f"{gpu}.json", [], gpu=gpu) for gpu in ("H100", "H200")]
+    with pytest.raises(ArgumentError, match="different devices are not merged: H100, H200"):
+        runs.read(paths)
+
+
+def test_adding_rows_about_the_same_replaces_them() -> None:
+    results = Results({})
+    results.add([row("rms_norm", "gristmill", 1.0), row("rms_norm", "quack", 2.0)])
+    results.add([row("rms_norm", "gristmill", 3.0)])
+    assert [(one["impl"], one["us"]) for one in results.rows] == [
+        ("quack", 2.0),
+        ("gristmill", 3.0),
+    ]
+    assert results.has(op="rms_norm", impl="quack")
+    assert not results.has(op="rms_norm", impl="liger")
+    results.note("text")
+    results.note("text")
+    assert results.meta["notes"] == ["text"]
