@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from gristmill.bench import families
 from gristmill.bench.peers import PEERS
+from gristmill.bench.regret import families
 from gristmill.bench.results import OURS, Results, Row
 from gristmill.bench.suites import Task, tasks
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from gristmill.bench import ahead, ahead_child
+from gristmill.bench.ahead import child as ahead_child
+from gristmill.bench.ahead import compiling as ahead
 from gristmill.bench.peers import GRISTMILL, PEERS, Peer
 from gristmill.bench.suites import KINDS, Task
 

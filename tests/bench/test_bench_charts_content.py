@@ -375,3 +375,12 @@ def test_a_run_where_everybody_failed_is_drawn() -> None:
     base = {"suite": "end_to_end", "op": "decoding", "error": "no"}
     rows = [base | {"impl": impl} for impl in ("eager", OURS)]
     assert told(root_of(rows, "end_to_end")).count("failed") == 2
+
+
+def test_experts_on_a_cpu_have_no_columns_and_are_drawn() -> None:
+    about = {"op": "nvfp4_moe", "model": "tiny", "routing": "uniform", "E": 8, "topk": 2}
+    rows = [timed(16, 64, impl, us, **about) for impl, us in ((OURS, 2.0), ("torch", 3.0))]
+    for row in rows:
+        del row["N"]
+    root = root_of(rows, "nvfp4_moe", device="cpu")
+    assert any("1.50" in text for text in told(root))

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from gristmill.bench import choice, first_tuning
-from gristmill.bench.families import Family
+from gristmill.bench.choice import first_tuning
+from gristmill.bench.choice import suite as choice
+from gristmill.bench.regret.families import Family
 from gristmill.bench.results import Results
 from gristmill.errors import ArgumentError, GristmillError
 from gristmill.ops.registry import OPS
@@ -80,7 +81,7 @@ def test_rows_of_tuning_by_what_was_there_before(monkeypatch: pytest.MonkeyPatch
     folders: list[tuple[str, bool]] = []
 
     def child(module: str, words: Any, environment: dict[str, str], what: str) -> Any:
-        assert module == "gristmill.bench.first_tuning"
+        assert module == "gristmill.bench.choice.first_tuning"
         assert words[:3] == ["rms_norm", "64", "float32"]
         assert environment["GRISTMILL_TUNE"] == "first-call"
         cache = Path(environment["GRISTMILL_CACHE_DIR"])

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import gristmill
-from gristmill.bench import cold_start, cold_start_child
-from gristmill.bench.cold_start_models import FORMS, LLAMA, Serving, Sizes, Training
-from gristmill.bench.cold_start_report import table
+from gristmill.bench.cold_start import child as cold_start_child
+from gristmill.bench.cold_start import suite as cold_start
+from gristmill.bench.cold_start.models import FORMS, LLAMA, Serving, Sizes, Training
+from gristmill.bench.cold_start.report import table
 from gristmill.bench.fresh import in_fresh_process
 from gristmill.bench.report import markdown, notes
 from gristmill.bench.results import Results
@@ -263,7 +264,7 @@ def test_what_went_wrong_in_a_child_is_told() -> None:
     with pytest.raises(
         GristmillError, match=r"^a call failed in a fresh process: KeyError: 'no_op'"
     ):
-        in_fresh_process("gristmill.bench.cold_start_child", words, {}, "a call")
+        in_fresh_process("gristmill.bench.cold_start.child", words, {}, "a call")
 
 
 def test_the_table_and_the_picture(

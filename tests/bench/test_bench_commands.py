@@ -12,10 +12,14 @@ import typer
 from bench.committed import committed
 from bench.made_up import full_run
 
-from gristmill.bench import choice, cold_start, end_to_end, host_cost, serving
+from gristmill.bench import host_cost
+from gristmill.bench.choice import suite as choice
+from gristmill.bench.cold_start import suite as cold_start
 from gristmill.bench.commands import command_of, suite_of
-from gristmill.bench.end_to_end_pieces import DECODING, TRAINING
+from gristmill.bench.end_to_end import suite as end_to_end
+from gristmill.bench.end_to_end.pieces import DECODING, TRAINING
 from gristmill.bench.results import Row, label
+from gristmill.bench.serving import suite as serving
 from gristmill.bench.suites import KERNEL_SUITES, SUITES, written
 from gristmill.cli import bench_plan
 from gristmill.cli.app import app
@@ -33,8 +37,8 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Planned:
     monkeypatch.setattr("gristmill.cli.bench.run", seen.append)
     monkeypatch.setattr(bench_plan, "torch_device", lambda name: torch.device(name or "cuda"))
     monkeypatch.setattr(bench_plan, "choose", lambda *args: ([], {}))
-    monkeypatch.setattr("gristmill.bench.serving.missing", lambda device: None)
-    monkeypatch.setattr("gristmill.bench.hugging_face.missing", lambda: None)
+    monkeypatch.setattr("gristmill.bench.serving.suite.missing", lambda device: None)
+    monkeypatch.setattr("gristmill.bench.hugging_face.suite.missing", lambda: None)
 
     def plan(line: str) -> tuple[Options, Plan]:
         words = shlex.split(line)

@@ -14,8 +14,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from gristmill.bench.compare import FALSE_ALARMS, Change, Comparison, compare, parse_threshold
-from gristmill.bench.compare_report import changed, tables
+from gristmill.bench.compare.comparison import (
+    FALSE_ALARMS,
+    Change,
+    Comparison,
+    compare,
+    parse_threshold,
+)
+from gristmill.bench.compare.report import changed, tables
 from gristmill.bench.results import OURS, Results, load
 from gristmill.errors import ArgumentError
 

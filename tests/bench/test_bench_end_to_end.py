@@ -11,16 +11,18 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from gristmill.bench import end_to_end, end_to_end_decoding, end_to_end_training
-from gristmill.bench.end_to_end_model import LLAMA, TINY, TINY_MIXTURE, Pieces, Sizes
-from gristmill.bench.end_to_end_pieces import (
+from gristmill.bench.end_to_end import decoding as end_to_end_decoding
+from gristmill.bench.end_to_end import suite as end_to_end
+from gristmill.bench.end_to_end import training as end_to_end_training
+from gristmill.bench.end_to_end.model import LLAMA, TINY, TINY_MIXTURE, Pieces, Sizes
+from gristmill.bench.end_to_end.pieces import (
     DECODING,
     TORCH,
     TRAINING,
     TRAINING_BLOCK,
     Implementation,
 )
-from gristmill.bench.end_to_end_problem import Problem
+from gristmill.bench.end_to_end.problem import Problem
 from gristmill.bench.results import OURS, Results, Row
 from gristmill.cli.app import app
 from gristmill.errors import ArgumentError

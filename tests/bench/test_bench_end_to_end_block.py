@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from gristmill.bench import end_to_end_decoding, end_to_end_training
-from gristmill.bench import end_to_end_truth as truth
 from gristmill.bench.check import WrongResultError
-from gristmill.bench.end_to_end_model import (
+from gristmill.bench.end_to_end import decoding as end_to_end_decoding
+from gristmill.bench.end_to_end import training as end_to_end_training
+from gristmill.bench.end_to_end import truth
+from gristmill.bench.end_to_end.model import (
     EPS,
     TINY,
     TINY_MIXTURE,
@@ -23,7 +24,7 @@ from gristmill.bench.end_to_end_model import (
     Rotary,
     Sizes,
 )
-from gristmill.bench.end_to_end_pieces import (
+from gristmill.bench.end_to_end.pieces import (
     DECODING,
     GRISTMILL,
     GRISTMILL_LINEAR,
@@ -31,7 +32,7 @@ from gristmill.bench.end_to_end_pieces import (
     TRAINING,
     TRAINING_BLOCK,
 )
-from gristmill.bench.end_to_end_problem import Problem
+from gristmill.bench.end_to_end.problem import Problem
 
 CPU = torch.device("cpu")
 TRAINED = Problem("training", TINY, 2, 12, TRAINING)

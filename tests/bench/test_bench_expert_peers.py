@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from gristmill.bench.expert_inputs import Calls, Experts, make_calls, make_experts
-from gristmill.bench.expert_models import Model
-from gristmill.bench.expert_truth import activate, combine, layer
+from gristmill.bench.experts.inputs import Calls, Experts, make_calls, make_experts
+from gristmill.bench.experts.models import Model
+from gristmill.bench.experts.truth import activate, combine, layer
 from gristmill.bench.peers import PEERS, Part
 from gristmill.bench.peers.experts import align, sort
 from gristmill.errors import ArgumentError

@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gristmill.bench import charts, expert_inputs, runner
+from gristmill.bench import charts, runner
 from gristmill.bench.check import WrongResultError
-from gristmill.bench.expert_inputs import (
+from gristmill.bench.experts import inputs as expert_inputs
+from gristmill.bench.experts.inputs import (
     Experts,
     calls_at,
     expert_bytes,
@@ -22,13 +23,13 @@ from gristmill.bench.expert_inputs import (
     make_calls,
     make_experts,
 )
-from gristmill.bench.expert_models import KNOWN, MODELS, TINY, Model
-from gristmill.bench.expert_report import lines
-from gristmill.bench.expert_truth import Truth
+from gristmill.bench.experts.models import KNOWN, MODELS, TINY, Model
+from gristmill.bench.experts.report import lines
+from gristmill.bench.experts.routing import distinct, draw, renamed
+from gristmill.bench.experts.truth import Truth
 from gristmill.bench.peers import PEERS, Function, Part, Peer, Sets
 from gristmill.bench.report import markdown
 from gristmill.bench.results import OURS, Results, problems
-from gristmill.bench.routing import distinct, draw, renamed
 from gristmill.bench.runner import Runner
 from gristmill.bench.suites import Task
 from gristmill.formats.nvfp4 import dequantize

@@ -10,11 +10,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
-from gristmill.bench import hugging_face, hugging_face_child
-from gristmill.bench.hugging_face import CASES, Case
-from gristmill.bench.hugging_face_models import TINY, llama, tokens
-from gristmill.bench.hugging_face_report import tables
-from gristmill.bench.hugging_face_steps import Steps, difference
+from gristmill.bench.hugging_face import child as hugging_face_child
+from gristmill.bench.hugging_face import suite as hugging_face
+from gristmill.bench.hugging_face.models import TINY, llama, tokens
+from gristmill.bench.hugging_face.report import tables
+from gristmill.bench.hugging_face.steps import Steps, difference
+from gristmill.bench.hugging_face.suite import CASES, Case
 from gristmill.bench.results import Results
 from gristmill.cli.app import app
 from gristmill.errors import GristmillError

@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from gristmill.bench.charts import draw, write_charts
-from gristmill.bench.regret_report import gains, matrices, summarised, verdict
+from gristmill.bench.regret.report import gains, matrices, summarised, verdict
 from gristmill.bench.report import markdown, print_results
 from gristmill.bench.results import OURS, Results, load
 from gristmill.cli.app import app
@@ -283,7 +283,7 @@ def test_beside_other_suites_regret_takes_the_ops_that_it_knows(
 ) -> None:
     seen: list[Any] = []
     monkeypatch.setattr("gristmill.bench.runner.Runner.run", lambda *_: None)
-    monkeypatch.setattr("gristmill.bench.regret.run", lambda points, *_: seen.append(points))
+    monkeypatch.setattr("gristmill.bench.regret.suite.run", lambda points, *_: seen.append(points))
     words = "--shape 4x8 --peers none --device cpu"
     run(f"bench layer_norm regret --op add_layer_norm {words}")
     assert seen == []

@@ -12,7 +12,7 @@ import torch
 from gristmill.bench import runs
 from gristmill.bench.peers import PEERS
 from gristmill.bench.report import notes
-from gristmill.bench.results import Results, Row, load
+from gristmill.bench.results import Results, Row, first_line, load
 from gristmill.bench.runner import Runner
 from gristmill.bench.suites import Task
 from gristmill.errors import ArgumentError
@@ -251,3 +251,9 @@ def test_adding_rows_about_the_same_replaces_them() -> None:
     results.note("text")
     results.note("text")
     assert results.meta["notes"] == ["text"]
+
+
+def test_an_error_is_told_in_one_line_without_colours() -> None:
+    error = RuntimeError("\n\x1b[91m\x1b[1merror[INTERNAL]:\x1b[0m no valid IR\n  more of it")
+    assert first_line(error) == "error[INTERNAL]: no valid IR"
+    assert first_line(RuntimeError()) == "no message"

@@ -16,10 +16,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from gristmill.bench import serving, serving_processes, serving_suites
+from gristmill.bench import whole_models as serving_suites
 from gristmill.bench.results import Results, load
-from gristmill.bench.serving_models import KNOWN, kv_cache_bytes, weight_bytes, write_config
-from gristmill.bench.serving_report import tables
+from gristmill.bench.serving import processes as serving_processes
+from gristmill.bench.serving import suite as serving
+from gristmill.bench.serving.models import KNOWN, kv_cache_bytes, weight_bytes, write_config
+from gristmill.bench.serving.report import tables
 from gristmill.cli.app import app
 from gristmill.errors import ArgumentError, GristmillError
 
@@ -188,7 +190,7 @@ def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
     """A parent that is killed leaves nothing behind, though its child is in a group of its own."""
     child = (
         "import os, sys, time; sys.path.insert(0, sys.argv[1]);"
-        "from gristmill.bench.serving_processes import end_with; end_with(int(sys.argv[2]));"
+        "from gristmill.bench.serving.processes import end_with; end_with(int(sys.argv[2]));"
         "open(sys.argv[3], 'w').write(str(os.getpid())); time.sleep(120)"
     )
     parent = (
@@ -196,7 +198,7 @@ def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
         "subprocess.Popen([sys.executable, '-c', sys.argv[1], sys.argv[2], str(os.getpid()), "
         "sys.argv[3]], start_new_session=True); time.sleep(120)"
     )
-    source, told = str(Path(serving_processes.__file__).parents[2]), tmp_path / "pid"
+    source, told = str(Path(serving_processes.__file__).parents[3]), tmp_path / "pid"
     process = subprocess.Popen([sys.executable, "-c", parent, child, source, str(told)])
     _until(lambda: told.exists() and told.read_text() != "")
     pid = int(told.read_text())

@@ -293,7 +293,7 @@ def test_what_was_compiled_ahead_has_no_first_call(
         seen.append(([task.name for task in tasks], [peer.name for peer in peers], jobs))
         return ["rms_norm 8x64: not compiled ahead, its process died or took too long"]
 
-    monkeypatch.setattr("gristmill.bench.ahead.compile_ahead", compile_ahead)
+    monkeypatch.setattr("gristmill.bench.ahead.compiling.compile_ahead", compile_ahead)
     path = tmp_path / "r.json"
     line = f"bench --op softmax --shape 8x64 --samples 1 --device cpu --json {path}"
     result = run(f"{line} --peers eager --jobs 3")

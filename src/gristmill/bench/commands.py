@@ -10,7 +10,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable
 
-from gristmill.bench.expert_models import KNOWN
+from gristmill.bench.experts.models import KNOWN
 from gristmill.bench.results import Row
 from gristmill.bench.suites import KINDS
 

@@ -10,17 +10,13 @@ from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
-from gristmill.bench import (
-    choices,
-    cold_start_report,
-    end_to_end_report,
-    expert_report,
-    hugging_face_report,
-    product_report,
-    serving_report,
-)
+from gristmill.bench import choices, product_report
+from gristmill.bench.cold_start import report as cold_start_report
+from gristmill.bench.end_to_end import report as end_to_end_report
+from gristmill.bench.experts import report as expert_report
+from gristmill.bench.hugging_face import report as hugging_face_report
 from gristmill.bench.product_report import TIE, Grid, against, percent
-from gristmill.bench.regret_report import remarks, sections
+from gristmill.bench.regret.report import remarks, sections
 from gristmill.bench.results import (
     OURS,
     Results,
@@ -31,6 +27,7 @@ from gristmill.bench.results import (
     microseconds,
 )
 from gristmill.bench.results import problems as by_problem
+from gristmill.bench.serving import report as serving_report
 
 # Columns of words; those of numbers are flush on the right.
 LEFT = {

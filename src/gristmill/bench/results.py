@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from gristmill.errors import ArgumentError
 
 Row = dict[str, Any]
 OURS = "gristmill"
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 # What makes two rows of one file about the same thing; a key that a suite has no use for is absent.
 _PROBLEM = (
     *("suite", "op", "dtype", "M", "N", "K", "shape", "model", "routing"),
@@ -100,6 +102,12 @@ def problem_of(row: Row) -> tuple[Any, ...]:
 def identity(row: Row) -> tuple[Any, ...]:
     """Which problem and whose."""
     return (*problem_of(row), row.get("impl"))
+
+
+def first_line(error: BaseException) -> str:
+    """What a row says of an error: the first line of its message, without a terminal's colours."""
+    text = _COLOUR.sub("", str(error)).strip() or "no message"
+    return text.splitlines()[0][:300]
 
 
 def microseconds(us: float) -> str:

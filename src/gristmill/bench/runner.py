@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import torch
 
 from gristmill.bench import choices
-from gristmill.bench.expert_inputs import Experts, make_calls, make_experts
-from gristmill.bench.expert_models import Model
+from gristmill.bench.experts.inputs import Experts, make_calls, make_experts
+from gristmill.bench.experts.models import Model
 from gristmill.bench.inputs import Arguments, argument_sets, arguments, dtype_of, saved
 from gristmill.bench.peers import GRISTMILL, Builder, Function, Part, Peer
-from gristmill.bench.results import Results, Row, label
+from gristmill.bench.results import Results, Row, first_line, label
 from gristmill.bench.suites import Task
 from gristmill.bench.truth import Truth, by_reference
 from gristmill.errors import GristmillError
@@ -62,7 +62,7 @@ class DeviceLostError(GristmillError):
     """A kernel has left the device in a state in which nothing can be run by this process."""
 
     def __init__(self, impl: str, error: BaseException) -> None:
-        super().__init__(f"{impl} broke the device: {_first_line(error)}")
+        super().__init__(f"{impl} broke the device: {first_line(error)}")
         self.impl = impl
 
 
@@ -111,7 +111,7 @@ class Runner:
             try:
                 rows = self._measure(task)
             except torch.OutOfMemoryError as error:
-                reason = f"not enough memory for this problem: {_first_line(error)}"
+                reason = f"not enough memory for this problem: {first_line(error)}"
                 rows = self._failed(task, reason)
             except DeviceLostError as error:
                 # The problem has rows now: who goes on with --resume does not meet it again.
@@ -169,7 +169,7 @@ class Runner:
                 if out_of_memory and (task.model is None or peer is GRISTMILL):
                     raise
                 self._check_device(impl, error)
-                row["error"] = f"{type(error).__name__}: {_first_line(error)}"
+                row["error"] = f"{type(error).__name__}: {first_line(error)}"
             outputs = None  # before the next implementation needs the memory
         del truth  # before those that are timed need the memory
         if GRISTMILL.name in runnable:
@@ -239,7 +239,7 @@ class Runner:
             row = rows[name]
             if not isinstance(timing, Timing):
                 self._check_device(name, timing)
-                row["error"] = f"while timing: {type(timing).__name__}: {_first_line(timing)}"
+                row["error"] = f"while timing: {type(timing).__name__}: {first_line(timing)}"
                 continue
             row["us"] = round(timing.us, 3)
             row["spread_us"] = round(timing.spread_us, 3)
@@ -289,7 +289,3 @@ class Runner:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or "no message").splitlines()[0][:300]

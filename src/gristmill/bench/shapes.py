@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gristmill.bench.expert_models import MODELS, TINY
+from gristmill.bench.experts.models import MODELS, TINY
 from gristmill.bench.layers import FEW, products
 
 Shape = tuple[int, ...]

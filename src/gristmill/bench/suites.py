@@ -12,7 +12,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gristmill.bench.expert_models import KNOWN, ROUTINGS, SIZES, TINY, TINY_TOKENS, Model, model_of
+from gristmill.bench.experts.models import (
+    KNOWN,
+    ROUTINGS,
+    SIZES,
+    TINY,
+    TINY_TOKENS,
+    Model,
+    model_of,
+)
 from gristmill.bench.layers import SETS as LAYER_SETS
 from gristmill.bench.layers import Layer, products
 from gristmill.bench.shapes import OF_TASKS, SETS, Shape, sets_of, shapes_of

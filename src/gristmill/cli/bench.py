@@ -12,20 +12,15 @@ import torch
 import typer
 from rich.console import Console
 
-from gristmill.bench import (
-    ahead,
-    choice,
-    cold_start,
-    families,
-    host_cost,
-    matrix,
-    regret,
-    runner,
-    runs,
-    serving_suites,
-)
+from gristmill.bench import host_cost, runner, runs
+from gristmill.bench import whole_models as serving_suites
+from gristmill.bench.ahead import compiling as ahead
+from gristmill.bench.choice import suite as choice
+from gristmill.bench.cold_start import suite as cold_start
 from gristmill.bench.environment import describe
 from gristmill.bench.progress import progress
+from gristmill.bench.regret import families, matrix
+from gristmill.bench.regret import suite as regret
 from gristmill.bench.report import markdown, print_results
 from gristmill.bench.results import OURS, Results, Row
 from gristmill.cli.bench_plan import Options, Plan, plan_of

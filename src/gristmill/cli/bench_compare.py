@@ -6,8 +6,8 @@ from pathlib import Path
 
 import typer
 
-from gristmill.bench.compare import compare, parse_threshold
-from gristmill.bench.compare_report import tables
+from gristmill.bench.compare.comparison import compare, parse_threshold
+from gristmill.bench.compare.report import tables
 from gristmill.bench.results import load
 from gristmill.cli.common import console, write_json
 

@@ -11,19 +11,16 @@ from pathlib import Path
 
 import torch
 
-from gristmill.bench import (
-    choice,
-    cold_start,
-    end_to_end,
-    families,
-    host_cost,
-    hugging_face,
-    matrix,
-    regret,
-    serving_suites,
-)
-from gristmill.bench.expert_models import KNOWN as EXPERTS
+from gristmill.bench import host_cost
+from gristmill.bench import whole_models as serving_suites
+from gristmill.bench.choice import suite as choice
+from gristmill.bench.cold_start import suite as cold_start
+from gristmill.bench.end_to_end import suite as end_to_end
+from gristmill.bench.experts.models import KNOWN as EXPERTS
+from gristmill.bench.hugging_face import suite as hugging_face
 from gristmill.bench.peers import Peer, choose
+from gristmill.bench.regret import families, matrix
+from gristmill.bench.regret import suite as regret
 from gristmill.bench.shapes import Shape
 from gristmill.bench.suites import KERNEL_SUITES, KINDS, SUITES, Task, known, layers_of, tasks
 from gristmill.cli.common import parse_dtype, parse_shape, torch_device

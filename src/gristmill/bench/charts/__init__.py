@@ -22,8 +22,8 @@ from gristmill.bench.charts.starts import (
 )
 from gristmill.bench.charts.theme import CSS, DARK, LIGHT, Styles
 from gristmill.bench.problems import Problem, by_op, peer_of, problems_of
-from gristmill.bench.regret_report import families as regret_families
-from gristmill.bench.regret_report import matrices, measured, unjudged
+from gristmill.bench.regret.report import families as regret_families
+from gristmill.bench.regret.report import matrices, measured, unjudged
 from gristmill.bench.results import Results
 
 __all__ = ["CSS", "DARK", "LIGHT", "Chart", "draw", "write_charts"]

@@ -11,9 +11,9 @@ from gristmill.bench.charts.plot import Area, Look, grid, percent, section, seri
 from gristmill.bench.charts.scales import Linear, Log
 from gristmill.bench.charts.text import apart, width
 from gristmill.bench.charts.theme import HEATS, Styles
-from gristmill.bench.matrix import CHOSEN
-from gristmill.bench.regret import MEAN_GOAL, WORST_GOAL
-from gristmill.bench.regret_report import Cells
+from gristmill.bench.regret.matrix import CHOSEN
+from gristmill.bench.regret.report import Cells
+from gristmill.bench.regret.suite import MEAN_GOAL, WORST_GOAL
 from gristmill.bench.results import OURS, Row, microseconds
 
 REGRET_NOTE = (

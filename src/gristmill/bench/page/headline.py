@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gristmill.bench.problems import Problem, problems_of
 from gristmill.bench.product_report import TIE, geometric_mean
-from gristmill.bench.regret_report import measured, summarised
+from gristmill.bench.regret.report import measured, summarised
 from gristmill.bench.results import OURS, Results, Row, label
 from gristmill.bench.suites import KERNEL_SUITES
 

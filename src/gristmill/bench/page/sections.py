@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from gristmill.bench import (
-    cold_start_report,
-    end_to_end_report,
-    hugging_face_report,
-    regret_report,
-    serving_report,
-)
 from gristmill.bench.choices import table as table_of_choices
+from gristmill.bench.cold_start import report as cold_start_report
 from gristmill.bench.commands import command_of, suite_of
+from gristmill.bench.end_to_end import report as end_to_end_report
+from gristmill.bench.hugging_face import report as hugging_face_report
 from gristmill.bench.page.headline import NOT_MEASURED
 from gristmill.bench.page.html import Html, cell, command, element, grid_table, join, row, table
-from gristmill.bench.regret_report import percent, told_apart
+from gristmill.bench.regret import report as regret_report
+from gristmill.bench.regret.report import percent, told_apart
 from gristmill.bench.report import notes
 from gristmill.bench.results import OURS, Results, Row, label, microseconds
+from gristmill.bench.serving import report as serving_report
 
 
 def rows_of(results: Results, *suites: str) -> list[Row]:

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gristmill.bench.expert_inputs import Experts, experts_of
-from gristmill.bench.expert_truth import OAI_SLOPE, activate, combine
+from gristmill.bench.experts.inputs import Experts, experts_of
+from gristmill.bench.experts.truth import OAI_SLOPE, activate, combine
 from gristmill.bench.peers.peer import Builders, Function, Part, Sets
 from gristmill.errors import ArgumentError
 from gristmill.formats.nvfp4 import NVFP4Tensor

@@ -1,0 +1,1 @@
+"""Compiling what peers run before any timing, in processes of their own."""

@@ -1,0 +1,1 @@
+"""Seconds until all is ready, in fresh processes."""

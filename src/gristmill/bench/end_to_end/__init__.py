@@ -1,0 +1,1 @@
+"""A transformer block, training and decoding, with its pieces exchanged."""

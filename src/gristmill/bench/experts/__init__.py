@@ -1,0 +1,1 @@
+"""Mixtures of experts: models, inputs, routing, what is right, how it is told."""

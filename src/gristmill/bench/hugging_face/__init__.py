@@ -1,0 +1,1 @@
+"""Whole models of Hugging Face's transformers, patched or not."""

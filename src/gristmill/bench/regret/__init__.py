@@ -1,0 +1,1 @@
+"""How far the picked kernel is from the best there is."""
