@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,10 +13,6 @@ from gristmill.ops.nvfp4_moe import slots as packed_experts
 from gristmill.ops.registry import OPS
 from gristmill.select.chooser import forget_failures
 from gristmill.settings import reload_settings
-
-if "PYTEST_XDIST_WORKER" in os.environ:
-    # The workers share the cores; more threads than cores only wait for each other.
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

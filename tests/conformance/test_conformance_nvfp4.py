@@ -129,10 +129,13 @@ def peak(op: Op, args: tuple[Any, ...]) -> int:
 SIZES = [(1, 4096, 2048), (3000, 512, 1024), (5, 64, 65536), (70000, 64, 64)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("piece", "dtype"),
+    [(32 * MIB, torch.float32), (8 * MIB, torch.bfloat16)],
+    ids=["32 MB fp32", "8 MB bf16"],
+)
 @pytest.mark.parametrize("shape", SIZES, ids=lambda shape: "x".join(map(str, shape)))
 @pytest.mark.parametrize("name", ["nvfp4_linear", "nvfp4_linear_backward"])
-@pytest.mark.parametrize("piece", [32 * MIB, 8 * MIB], ids=["32 MB", "8 MB"])
 @pytest.mark.parametrize("arch", ["cpu", "sm_90a"])
 def test_a_linear_stays_within_a_piece(
     arch: str, piece: int, name: str, shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: Any

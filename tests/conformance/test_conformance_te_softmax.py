@@ -1,4 +1,4 @@
-"""Transformer Engine's four fused softmaxes, each by its contract; docs/softmax.md: how to move.
+"""Transformer Engine's four fused softmaxes, each by its contract (docs/ops/softmax.md).
 
 What they compute is written here as they do it: fp32 inside, 16 bits outside, a sentinel of -10000
 for what is masked, zeros for a row that is masked whole.

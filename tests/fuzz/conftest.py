@@ -1,22 +1,16 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import random
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 # What the calls are judged by.
 sys.path.append(str(Path(__file__).parents[1] / "conformance"))
 if importlib.util.find_spec("hypothesis") is None:
     collect_ignore_glob = ["test_*.py"]
-
-if "PYTEST_XDIST_WORKER" in os.environ:
-    # The workers share the cores; more threads than cores only wait for each other.
-    torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
