@@ -24,6 +24,7 @@ def pytest_report_header() -> str | None:
     return None if torch.cuda.is_available() else "no CUDA device: tests marked gpu are left out"
 
 
+@pytest.hookimpl(trylast=True)  # what -m and -k leave out is gone by then
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without a GPU a third of all tests is left out; to skip 12,000 one by one takes a while."""
     if torch.cuda.is_available():

@@ -112,3 +112,18 @@ def test_every_file_of_the_package_is_of_a_kind_that_belongs_there() -> None:
     kinds = {path.suffix for path in PACKAGE.rglob("*") if path.is_file()} - {".pyc"}
     assert kinds <= {".py", ".cu", ".cuh", ".json", ".css", ".js", ".typed"}
     assert (PACKAGE / "py.typed").is_file()
+
+
+def test_gpu_tests_are_not_lost_where_nothing_else_is_asked_for() -> None:
+    """Beside others they are left out without a GPU; alone they are there, to be skipped."""
+    files = ["tests/kernels/test_cutedsl_gpu.py", "tests/test_settings.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu", *files],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "test_cutedsl_gpu.py::" in done.stdout
+    assert "test_settings.py::" not in done.stdout

@@ -131,8 +131,12 @@ SIZES = [(1, 4096, 2048), (3000, 512, 1024), (5, 64, 65536), (70000, 64, 64)]
 
 @pytest.mark.parametrize(
     ("piece", "dtype"),
-    [(32 * MIB, torch.float32), (8 * MIB, torch.bfloat16)],
-    ids=["32 MB fp32", "8 MB bf16"],
+    [
+        pytest.param(32 * MIB, torch.float32, id="32 MB fp32"),
+        pytest.param(8 * MIB, torch.bfloat16, id="8 MB bf16"),
+        pytest.param(32 * MIB, torch.bfloat16, id="32 MB bf16", marks=pytest.mark.long),
+        pytest.param(8 * MIB, torch.float32, id="8 MB fp32", marks=pytest.mark.long),
+    ],
 )
 @pytest.mark.parametrize("shape", SIZES, ids=lambda shape: "x".join(map(str, shape)))
 @pytest.mark.parametrize("name", ["nvfp4_linear", "nvfp4_linear_backward"])

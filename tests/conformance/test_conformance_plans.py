@@ -381,15 +381,24 @@ def test_more_rows_than_teams_can_be_numbered_are_taken_in_turns(name: str, devi
             assert (block.supports(problem) is not None) == looping  # a block per row
 
 
-@pytest.mark.parametrize("device", ARCHITECTURES)
+# Every size of a batch for the GPU that has a table. For others a sample; all of them take long.
+OTHERS = [arch for arch in KNOWN if arch != "sm_90a"]
+GROWING = [
+    pytest.param(KNOWN["sm_90a"], True, id="sm_90a"),
+    *(pytest.param(KNOWN[arch], False, id=f"{arch} sample") for arch in OTHERS),
+    *(pytest.param(KNOWN[arch], True, id=arch, marks=pytest.mark.long) for arch in OTHERS),
+]
+
+
+@pytest.mark.parametrize(("device", "every"), GROWING)
 @pytest.mark.parametrize("op", KERNEL_OPS)
-def test_growing_rows_need_few_kernels(op: Op, device: Any) -> None:
+def test_growing_rows_need_few_kernels(op: Op, device: Any, every: bool) -> None:
     """M is a runtime argument: a server that meets every batch size compiles a handful.
 
-    And where a table has rows, what these name. Every batch size where there is one, else a sample.
+    And where a table has rows, what these name.
     """
-    few, many = (range(1, 300), range(1000, 70000, 1001))
-    if device.arch != "sm_90a":
+    few, many = range(1, 300), range(1000, 70000, 1001)
+    if not every:
         few, many = few[::7], many[::3]
     for columns in (128, 1024, 4096, 8192, 16384, 65536):
         programs = set()

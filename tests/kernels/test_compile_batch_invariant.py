@@ -43,8 +43,16 @@ def test_every_launch_fits_the_device(arch: str) -> None:
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
+@pytest.mark.parametrize(
+    ("arch", "columns"),
+    [
+        pytest.param("sm_90a", ODD_COLUMNS, id="sm_90a"),
+        pytest.param("sm_80", FEW_ODD_COLUMNS, id="sm_80 few"),
+        pytest.param("sm_80", ODD_COLUMNS, id="sm_80", marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize("source", SOURCES)
-def test_kernels_of_odd_lengths_compile_within_limits(arch: str, source: str) -> None:
-    columns = ODD_COLUMNS if arch == "sm_90a" else FEW_ODD_COLUMNS
+def test_kernels_of_odd_lengths_compile_within_limits(
+    arch: str, columns: tuple[int, ...], source: str
+) -> None:
     _check_compiled(arch, source, MIXES["bf16"], columns)
