@@ -32,11 +32,11 @@ class VariantUnavailable(GristmillError, RuntimeError):  # noqa: N818
 
 
 class CompilerUnavailable(GristmillError, RuntimeError):  # noqa: N818
-    """A compiler (NVRTC, Triton) cannot be used here; the message says what to install."""
+    """A compiler (NVRTC, Triton, the CuTe DSL) cannot be used here; the message says what to do."""
 
 
 class CompileError(GristmillError, RuntimeError):
-    """A compiler (NVRTC, Triton) refused a program.
+    """A compiler (NVRTC, Triton, the CuTe DSL) refused a program.
 
     `log` is the compiler's whole output, `source_line` the offending line with its file and number
     ("" where the log names none), `program` the file that was compiled.

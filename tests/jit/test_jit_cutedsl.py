@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import importlib.util
+import itertools
 import json
 import shutil
 import struct
@@ -373,7 +375,7 @@ REASON = 'needs nvidia-cutlass-dsl: pip install "gristmill[cutedsl]"'
 def test_without_the_dsl_a_compile_says_what_to_install(home, without_dsl) -> None:
     assert compiler.installed_version() == ""
     for _ in range(2):
-        with pytest.raises(CompilerUnavailable, match=r"cannot be imported .*gristmill\[cutedsl\]"):
+        with pytest.raises(CompilerUnavailable, match=r"is not installed.*gristmill\[cutedsl\]"):
             load_or_compile(SCALE, ARCH)
     assert not home.path.exists()
 
@@ -406,22 +408,78 @@ def test_without_the_dsl_explain_shows_it(without_dsl) -> None:
 
 
 @needs_dsl
-def test_without_the_dsl_a_kernel_from_a_cache_runs(home, request) -> None:
+@pytest.mark.parametrize("number", [0, -1], ids=["usual", "of a table"])
+def test_without_the_dsl_a_kernel_from_a_cache_runs(number, home, request) -> None:
     """What a bundle or the folder has needs no compiler; what they do not have still does."""
     problem, other = rms_norm_problem(columns=4096), rms_norm_problem(columns=8192)
-    (program,) = CUTEDSL.programs(problem, CUTEDSL.config(problem))
+    config = CUTEDSL.configs(problem)[number]
+    (program,) = CUTEDSL.programs(problem, config)
     load_or_compile(program, ARCH)
     cache.forget()
     request.getfixturevalue("without_dsl")
     assert CUTEDSL.supports(problem) is None
-    assert load_or_compile(program, ARCH).facts["threads"] == 256
+    assert load_or_compile(program, ARCH).facts["threads"] == config.threads
     assert CUTEDSL.supports(other) == REASON
 
 
-def test_a_warm_up_of_everything_has_none_of_it() -> None:
-    """It is never preferred: only a table brings it into a bundle."""
-    problem = rms_norm_problem()
-    assert CUTEDSL.declines(problem)
-    chosen = ranked("rms_norm", OPS["rms_norm"].variants, problem)
-    assert chosen[0].variant.name.startswith("cuda_")
-    assert chosen[0].variant.declines(problem) is None
+def _stand_in(folder, *, known: bool) -> str:
+    """A package named cutlass that is slow to import; `known`: as that of the DSL. Its folder."""
+    package = folder / "elsewhere" / "cutlass"
+    package.mkdir(parents=True)
+    (package / "cute.py").write_text("")
+    (package / "__init__.py").write_text(
+        "import sys, time\n"
+        "__version__ = '4.8.0'\n"
+        "sys.excepthook = lambda *error: None\n"
+        "time.sleep(0.5)\n"
+    )
+    if known:
+        about = package.parent / "nvidia_cutlass_dsl-4.8.0.dist-info" / "METADATA"
+        about.parent.mkdir()
+        about.write_text("Metadata-Version: 2.1\nName: nvidia-cutlass-dsl\nVersion: 4.8.0\n")
+    return str(package.parent)
+
+
+def test_another_package_of_the_name_is_not_the_dsl(monkeypatch, tmp_path, request) -> None:
+    request.getfixturevalue("without_dsl")
+    monkeypatch.delitem(sys.modules, "cutlass")
+    monkeypatch.syspath_prepend(_stand_in(tmp_path, known=False))
+    compiler._is_installed.cache_clear()
+    try:
+        assert importlib.util.find_spec("cutlass") is not None
+        assert CUTEDSL.supports(rms_norm_problem()) == REASON
+        with pytest.raises(CompilerUnavailable, match=r"is not installed.*gristmill\[cutedsl\]"):
+            load_or_compile(SCALE, ARCH)
+        assert "cutlass" not in sys.modules
+    finally:
+        compiler._is_installed.cache_clear()
+
+
+def test_threads_that_import_it_at_the_same_time_leave_no_hook(tmp_path) -> None:
+    code = """
+import sys, threading, time
+sys.path.insert(0, sys.argv[1])
+from gristmill.jit.cutedsl import compiler_version
+hook = sys.excepthook
+first, second = (threading.Thread(target=compiler_version) for _ in range(2))
+first.start()
+while sys.excepthook is hook:  # until the package has put its own
+    time.sleep(0.001)
+second.start()
+first.join()
+second.join()
+print(sys.excepthook is hook)
+"""
+    assert run_python(code, _stand_in(tmp_path, known=True)).split() == ["True"]
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_nothing_prefers_it(invariant) -> None:
+    """Only a table, or its name, brings it into a call, and so into a warm-up or a bundle."""
+    op = OPS["rms_norm"]
+    for rows, columns in itertools.product((1, 64, 70000), (1, 128, 1000, 4096, 16384, 32768)):
+        with gristmill.batch_invariant(invariant):
+            problem = rms_norm_problem(rows, columns)
+            first = ranked(op.name, op.variants, problem)[0].variant
+        assert first.name.startswith("cuda_")
+        assert CUTEDSL.declines(problem)

@@ -10,6 +10,7 @@ import torch
 from emulated_host import EmulatedHost, Run
 from emulation.harness import emulator_for
 
+from gristmill.ops.examples import padded, unaligned
 from gristmill.ops.op import Case, Op
 from gristmill.ops.registry import OPS
 from gristmill.ops.topk_router import TOPK_ROUTER, TOPK_ROUTER_BACKWARD, cases
@@ -191,8 +192,8 @@ def test_bits_do_not_depend_on_where_rows_lie(host: EmulatedHost, renormalize: b
     logits, *rest = cases.forward_arguments(spread, "cpu", 0)
     expected = _results(_run(host, TOPK_ROUTER, (logits, *rest)))
     places = {
-        "far apart": cases._padded(logits, 7),
-        "unaligned": cases._unaligned(logits),
+        "far apart": padded(logits, 7),
+        "unaligned": unaligned(logits),
         "columns strided": logits.t().contiguous().t(),
     }
     for name, placed in places.items():

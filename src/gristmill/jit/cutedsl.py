@@ -55,6 +55,7 @@ Constant: TypeAlias = "int | bool | str | None"
 
 # The DSL keeps state of its own while it compiles, and most of it holds Python's lock anyway.
 _compiling = Lock()
+_importing = Lock()
 
 
 @dataclass(frozen=True)
@@ -166,16 +167,21 @@ def headers_version(program: CuteProgram) -> str:
 
 def why_missing() -> str | None:
     """Why nothing can be compiled, in a few words, if the DSL is not installed. Imports nothing."""
-    absent = object()
-    loaded: object = sys.modules.get("cutlass", absent)
-    there = _is_installed() if loaded is absent else loaded is not None
+    # None there means that nobody shall import it.
+    there = sys.modules.get("cutlass", "not yet") is not None and _is_installed()
     return None if there else f"needs {DISTRIBUTION}: {EXTRA}"
 
 
 @functools.lru_cache(maxsize=1)
 def _is_installed() -> bool:
     # To look for a version of what is not there takes 8 ms, and a first call, all of it, 30.
-    return importlib.util.find_spec("cutlass") is not None
+    if "cutlass" not in sys.modules and importlib.util.find_spec("cutlass") is None:
+        return False
+    try:
+        importlib.metadata.version(DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        return False  # another package of this name
+    return True
 
 
 def _arguments(program: CuteProgram, function: Any) -> list[Any]:
@@ -183,12 +189,9 @@ def _arguments(program: CuteProgram, function: Any) -> list[Any]:
     kinds = dict(program.signature)
     constants = {**dict(program.constants), "threads": program.threads}
     names = list(inspect.signature(function).parameters)
-    given = [name for name in names if name in kinds]
-    if given != list(kinds) or set(names) != {*kinds, *constants} or {*kinds} & {*constants}:
-        raise ArgumentError(
-            f"{program.source}: {program.function} takes {', '.join(names)}; the program gives "
-            f"{', '.join(kinds)} as parameters and {', '.join(constants)} as constants"
-        )
+    python_sources.check_arguments(
+        program.source, program.function, names, list(kinds), list(constants)
+    )
     aligned = dict(program.aligned)
     return [
         _stand_in(kinds[name], aligned.get(name)) if name in kinds else constants[name]
@@ -212,10 +215,13 @@ def _stand_in(kind: str, alignment: int | None) -> Any:
 @functools.cache
 def _dsl() -> Any:
     """The package, imported; CompilerUnavailable is not remembered."""
+    if why_missing() is not None:  # then what has the name, if anything, is not imported either
+        raise CompilerUnavailable(f"the CuTe DSL is not installed; install it with: {EXTRA}")
     try:
-        with _hook_kept():
+        # Only one thread: another would take the DSL's hook for the user's, and put that back.
+        with _importing, _hook_kept():
             import cutlass
-            from cutlass import cute  # noqa: F401 - another package of this name has none
+            from cutlass import cute  # noqa: F401
     except ImportError as error:
         raise CompilerUnavailable(
             f"the CuTe DSL cannot be imported ({error}); install it with: {EXTRA}"

@@ -1,10 +1,10 @@
 """A kernel on a device, and its launch.
 
 Every CUDA kernel of gristmill takes exactly one parameter, a struct by value, so that a launch is
-one `struct.pack` and one driver call. Triton's take several, which are packed the same way and
-handed over by their places (`Kernel.prepare_separate`). What does not change between calls (grid,
-block, shared memory, attributes) is settled in `prepare`; what is left to a launch is a stream and
-the values.
+one `struct.pack` and one driver call. Those in Triton and in the CuTe DSL take several, which are
+packed the same way and handed over by their places (`Kernel.prepare_separate`). What does not
+change between calls (grid, block, shared memory, attributes) is settled in `prepare`; what is left
+to a launch is a stream and the values.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Compiling many programs at once, in worker processes that fill the cache on disk.
 
-NVRTC's front end and Triton's compiler run one compile at a time in a process, so cores are used
+NVRTC's front end, Triton and the CuTe DSL run one compile at a time in a process, so cores are used
 by processes. Workers are started as programs of their own, not by `multiprocessing`: that would
 run the caller's main module again. A worker is told a program on one line, compiles it into the
 cache folder and answers on one line. Where that cannot be (one core, no folder that can be trusted

@@ -12,7 +12,7 @@ import json
 import re
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
@@ -56,6 +56,18 @@ def function_of(package: str, root: Path | None, source: str, function: str) -> 
     if found is None:
         raise ArgumentError(f"{source} has no function {function!r}")
     return found
+
+
+def check_arguments(
+    source: str, function: str, names: Sequence[str], given: Sequence[str], constants: Sequence[str]
+) -> None:
+    """ArgumentError unless a function takes what is given, in this order, and the constants."""
+    in_order = [name for name in names if name in given] == list(given)
+    if not in_order or sorted(names) != sorted([*given, *constants]):
+        raise ArgumentError(
+            f"{source}: {function} takes {', '.join(names)}; the program gives "
+            f"{', '.join(given)} as parameters and {', '.join(constants)} as constants"
+        )
 
 
 def _name(package: str, root: Path | None) -> str:

@@ -181,12 +181,9 @@ def _full_signature(program: TritonProgram, arguments: list[str]) -> dict[str, s
     """Every argument of the function with its type, in order; ArgumentError where they differ."""
     kinds = dict(program.signature)
     constants = dict(program.constants)
-    given = [name for name in arguments if name in kinds]
-    if given != list(kinds) or set(arguments) != {*kinds, *constants} or {*kinds} & {*constants}:
-        raise ArgumentError(
-            f"{program.source}: {program.function} takes {', '.join(arguments)}; the program gives "
-            f"{', '.join(kinds)} as parameters and {', '.join(constants)} as constants"
-        )
+    python_sources.check_arguments(
+        program.source, program.function, arguments, list(kinds), list(constants)
+    )
     return {name: kinds.get(name, "constexpr") for name in arguments}
 
 

@@ -37,3 +37,17 @@ def integers(
     if is_meta(device):
         return torch.empty(shape, dtype=dtype, device=device)
     return torch.randint(low, high, shape, dtype=dtype, device=device, generator=generator)
+
+
+def padded(x: torch.Tensor, extra: int) -> torch.Tensor:
+    """`x` in the first columns of a wider tensor, whose others are zeros."""
+    wide = x.new_zeros((*x.shape[:-1], x.shape[-1] + extra))
+    wide[..., : x.shape[-1]] = x
+    return wide[..., : x.shape[-1]]
+
+
+def unaligned(x: torch.Tensor) -> torch.Tensor:
+    """`x`, contiguous, one element after the beginning of its memory."""
+    flat = x.new_zeros(x.numel() + 1)
+    flat[1:] = x.reshape(-1)
+    return flat[1:].view(x.shape)

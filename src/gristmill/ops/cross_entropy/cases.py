@@ -11,7 +11,7 @@ import torch
 
 from gristmill.ops.cross_entropy import reference
 from gristmill.ops.cross_entropy.semantics import accumulator
-from gristmill.ops.examples import integers, normal
+from gristmill.ops.examples import integers, normal, padded, unaligned
 from gristmill.ops.op import Arguments, Case, Cost
 
 _BF16, _FP16, _FP32, _FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -220,10 +220,10 @@ def _spreads() -> dict[str, Spread]:
         "certain": Spread((9, 3000), fill=_certain),
         "masked classes": Spread((9, 3000), fill=partial(_masked, keep=0.5)),
         "one class left": Spread((9, 4096), fill=partial(_masked, keep=0.0)),
-        "row slices": Spread((17, 512), lay=partial(_padded, extra=64)),
-        "row slices, narrow": Spread((17, 512), lay=partial(_padded, extra=3)),
-        "unaligned": Spread((17, 1111), lay=_unaligned),
-        "unaligned long": Spread((3, 16384), lay=_unaligned),
+        "row slices": Spread((17, 512), lay=partial(padded, extra=64)),
+        "row slices, narrow": Spread((17, 512), lay=partial(padded, extra=3)),
+        "unaligned": Spread((17, 1111), lay=unaligned),
+        "unaligned long": Spread((3, 16384), lay=unaligned),
         "transposed rows": Spread(
             (6, 5, 256), lay=lambda x: x.transpose(0, 1).contiguous().transpose(0, 1)
         ),
@@ -250,18 +250,6 @@ def _certain(x: torch.Tensor) -> torch.Tensor:
     x = x.clone()
     x[..., 0] = 40.0
     return x
-
-
-def _padded(x: torch.Tensor, extra: int) -> torch.Tensor:
-    wide = x.new_zeros((*x.shape[:-1], x.shape[-1] + extra))
-    wide[..., : x.shape[-1]] = x
-    return wide[..., : x.shape[-1]]
-
-
-def _unaligned(x: torch.Tensor) -> torch.Tensor:
-    flat = x.new_zeros(x.numel() + 1)
-    flat[1:] = x.reshape(-1)
-    return flat[1:].view(x.shape)
 
 
 def _rows(

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from gristmill.errors import ArgumentError
-from gristmill.ops.examples import normal
+from gristmill.ops.examples import normal, unaligned
 from gristmill.ops.linear import semantics
 from gristmill.ops.op import Arguments, Case, Cost
 
@@ -139,11 +139,11 @@ def _spreads() -> dict[str, Spread]:
         ),
         "expanded rows": Spread((6,), lay=lambda x: x[:1].expand(x.shape)),
         "expanded, all dims": Spread((6,), lay=lambda x: x[:1, :1].expand(x.shape)),
-        "unaligned": Spread((6,), lay=_unaligned),
+        "unaligned": Spread((6,), lay=unaligned),
         "weight transposed": Spread((6,), lay_weight=_turned, bias=True),
         "weight transposed, float32": Spread((6,), dtype=_FP32, lay_weight=_turned),
         "weight slices": Spread((6,), lay_weight=_sliced, activation="gelu"),
-        "weight unaligned": Spread((6,), lay_weight=_unaligned, bias=True),
+        "weight unaligned": Spread((6,), lay_weight=unaligned, bias=True),
         "weight expanded": Spread((6,), lay_weight=lambda w: w[:1].expand(w.shape)),
         "bias expanded": Spread((6,), bias=True, lay_bias=lambda b: b[:1].expand(b.shape)),
         "bias strided": Spread(
@@ -239,7 +239,7 @@ def _stacks() -> dict[str, Stack]:
         ),
         "heads by one matrix": Stack((2, 3, 7, 24), (24, 16), lay_a=_heads),
         "slices": Stack(lay_a=_sliced, lay_b=_sliced),
-        "unaligned": Stack(lay_a=_unaligned, lay_b=_unaligned),
+        "unaligned": Stack(lay_a=unaligned, lay_b=unaligned),
         "expanded": Stack(lay_a=lambda a: a[:1].expand(a.shape)),
         "expanded batches": Stack(
             (4, 6, 24), (4, 24, 16), lay_a=lambda a: a[:1].expand(a.shape), lay_b=_sliced
@@ -275,12 +275,6 @@ def _sliced(x: torch.Tensor, extra: int = 24) -> torch.Tensor:
 def _turned(x: torch.Tensor) -> torch.Tensor:
     """The same values, with the other one of the last two dims contiguous."""
     return x.mT.contiguous().mT
-
-
-def _unaligned(x: torch.Tensor) -> torch.Tensor:
-    flat = x.new_zeros(x.numel() + 1)
-    flat[1:] = x.reshape(-1)
-    return flat[1:].view(x.shape)
 
 
 def _heads(x: torch.Tensor) -> torch.Tensor:

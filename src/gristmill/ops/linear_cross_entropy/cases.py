@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from gristmill.errors import ArgumentError
-from gristmill.ops.examples import integers, normal
+from gristmill.ops.examples import integers, normal, padded, unaligned
 from gristmill.ops.linear_cross_entropy import reference, semantics
 from gristmill.ops.op import Arguments, Case, Cost
 
@@ -181,13 +181,13 @@ def _spreads() -> dict[str, Spread]:
         "x alone": Spread(grads=(True, False, False)),
         "weight alone": Spread(x=_FP32, grads=(False, True, False)),
         "expanded dloss": Spread(options={"reduction": "none"}, expanded=True),
-        "row slices": Spread((17,), columns=64, lay=lambda x: _padded(x, 8)),
+        "row slices": Spread((17,), columns=64, lay=lambda x: padded(x, 8)),
         "transposed rows": Spread((6, 5), lay=lambda x: x.transpose(0, 1)),
         "columns strided": Spread((6,), lay=_columns_first),
         "expanded rows": Spread((6,), lay=lambda x: x[:1].expand(x.shape)),
-        "unaligned": Spread((6,), lay=_unaligned, lay_weight=_unaligned),
+        "unaligned": Spread((6,), lay=unaligned, lay_weight=unaligned),
         "weight strided": Spread(lay_weight=_columns_first),
-        "weight of a larger one": Spread(lay_weight=lambda w: _padded(w, 8), bias=True),
+        "weight of a larger one": Spread(lay_weight=lambda w: padded(w, 8), bias=True),
         "weight expanded": Spread(lay_weight=lambda w: w[:1].expand(w.shape)),
         "large logits": Spread(x=_FP32, fill=lambda x: x * 6),
         "large logits, capped": Spread(fill=lambda x: x * 60, options={"softcap": 30.0}),
@@ -270,18 +270,6 @@ def _one_counted(target: torch.Tensor) -> torch.Tensor:
 
 def _columns_first(x: torch.Tensor) -> torch.Tensor:
     return x.t().contiguous().t()
-
-
-def _padded(x: torch.Tensor, extra: int) -> torch.Tensor:
-    wide = x.new_zeros((*x.shape[:-1], x.shape[-1] + extra))
-    wide[..., : x.shape[-1]] = x
-    return wide[..., : x.shape[-1]]
-
-
-def _unaligned(x: torch.Tensor) -> torch.Tensor:
-    flat = x.new_zeros(x.numel() + 1)
-    flat[1:] = x.reshape(-1)
-    return flat[1:].view(x.shape)
 
 
 def _word(value: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gristmill.ops.examples import normal
+from gristmill.ops.examples import normal, unaligned
 from gristmill.ops.experts.cases import Spread, routed_example, sizes_of, spreads, tokens_of
 from gristmill.ops.moe.semantics import Call
 from gristmill.ops.op import Arguments, Case, Cost
@@ -77,16 +77,11 @@ def _spreads() -> dict[str, Dense]:
         "multiples of four": Dense(rows=20, hidden=36, inner=12, x=torch.float32),
         "weights strided": Dense(rows=20, lay_weight=lambda one: one.repeat(1, 1, 2)[..., ::2]),
         "weights transposed": Dense(rows=20, lay_weight=lambda one: one.mT.contiguous().mT),
-        "weights unaligned": Dense(rows=20, lay_weight=_unaligned),
+        "weights unaligned": Dense(rows=20, lay_weight=unaligned),
         "weights of one expert": Dense(rows=20, lay_weight=lambda one: one[:1].expand(one.shape)),
         "frozen": Dense(rows=20, frozen=True, bias=torch.float32),
         "frozen, few": Dense(rows=2, experts=9, frozen=True, x=torch.float16),
     }
-
-
-def _unaligned(weight: torch.Tensor) -> torch.Tensor:
-    memory = weight.new_empty(weight.numel() + 1)
-    return memory[1:].view(weight.shape).copy_(weight)
 
 
 def forward_cases() -> Iterator[Case]:

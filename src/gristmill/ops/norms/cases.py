@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gristmill.ops.examples import normal
+from gristmill.ops.examples import normal, padded, unaligned
 from gristmill.ops.op import Arguments
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -78,8 +78,8 @@ def spreads_of_all_norms() -> dict[str, Spread]:
         "small values": Spread(x=FP32, eps=1e-30, fill=lambda x: x * 1e-12),
         "zeros": Spread(fill=torch.zeros_like),
         "outlier": Spread((6, 4096), fill=lambda x: x.index_fill(-1, _index(x), 3e4)),
-        "row slices": Spread((17, 512), lay=lambda x: _padded(x, 64)),
-        "row slices, narrow": Spread((17, 512), lay=lambda x: _padded(x, 3)),
+        "row slices": Spread((17, 512), lay=lambda x: padded(x, 64)),
+        "row slices, narrow": Spread((17, 512), lay=lambda x: padded(x, 3)),
         "unaligned": Spread((17, 512), lay=unaligned),
         "unaligned long": Spread((3, 16384), lay=unaligned),
         "transposed rows": Spread(
@@ -141,20 +141,8 @@ def bytes_of(*tensors: torch.Tensor | None) -> int:
     return sum(one.numel() * one.element_size() for one in tensors if one is not None)
 
 
-def unaligned(x: torch.Tensor) -> torch.Tensor:
-    flat = x.new_zeros(x.numel() + 1)
-    flat[1:] = x.reshape(-1)
-    return flat[1:].view(x.shape)
-
-
 def _index(x: torch.Tensor) -> torch.Tensor:
     return torch.tensor([x.shape[-1] // 3], device=x.device)
-
-
-def _padded(x: torch.Tensor, extra: int) -> torch.Tensor:
-    wide = x.new_zeros((*x.shape[:-1], x.shape[-1] + extra))
-    wide[..., : x.shape[-1]] = x
-    return wide[..., : x.shape[-1]]
 
 
 def _heads(x: torch.Tensor) -> torch.Tensor:

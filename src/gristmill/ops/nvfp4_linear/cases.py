@@ -13,7 +13,7 @@ import torch
 from gristmill.errors import ArgumentError
 from gristmill.formats.nvfp4 import fragments, packing, tiles
 from gristmill.formats.nvfp4.tensor import BLOCK, FRAGMENTS, PAIRS, TILES, arch_of, layout_of
-from gristmill.ops.examples import is_meta, normal
+from gristmill.ops.examples import is_meta, normal, padded, unaligned
 from gristmill.ops.nvfp4_common import Weight
 from gristmill.ops.op import Arguments, Case, Cost
 
@@ -243,11 +243,11 @@ def _spreads() -> dict[str, Spread]:
         "tiles per row": Spread((17,), 130, 64, layout="tiles", per_row=True),
         "per row": Spread((17,), 96, 128, per_row=True),
         "per row fp16": Spread((17,), 96, 128, x=_FP16, per_row=True, bias=_FP32),
-        "row slices": Spread((17,), columns=128, lay=lambda x: _padded(x, 24)),
+        "row slices": Spread((17,), columns=128, lay=lambda x: padded(x, 24)),
         "transposed rows": Spread((6, 5), lay=lambda x: x.transpose(0, 1)),
         "columns strided": Spread((6,), lay=lambda x: x.t().contiguous().t()),
         "expanded rows": Spread((6,), lay=lambda x: x[:1].expand(x.shape)),
-        "unaligned": Spread((6,), lay=_unaligned),
+        "unaligned": Spread((6,), lay=unaligned),
         "zeros": Spread(fill=torch.zeros_like, bias=_BF16),
         "large values": Spread(x=_FP32, fill=lambda x: x * 1e15),
         "small values": Spread(x=_FP32, fill=lambda x: x * 1e-15),
@@ -298,13 +298,13 @@ def _in_fragments() -> dict[str, Spread]:
         "fragments, fp8": whole((40,), 130, 208, act="fp8", bias=_BF16),
         "fragments, fp8, fp16 to fp32": whole((7,), 64, 512, act="fp8", x=_FP16, out=_FP32),
         "fragments, nvfp4": whole((9,), 40, 144, act="nvfp4", bias=_FP32),
-        "fragments, row slices": whole((17,), columns=128, lay=lambda x: _padded(x, 24)),
-        "fragments, odd row slices": whole((17,), columns=128, lay=lambda x: _padded(x, 5)),
+        "fragments, row slices": whole((17,), columns=128, lay=lambda x: padded(x, 24)),
+        "fragments, odd row slices": whole((17,), columns=128, lay=lambda x: padded(x, 5)),
         "fragments, transposed rows": whole((6, 5), lay=lambda x: x.transpose(0, 1)),
         "fragments, columns strided": whole((6,), lay=lambda x: x.t().contiguous().t()),
         "fragments, expanded rows": whole((6,), lay=lambda x: x[:1].expand(x.shape)),
-        "fragments, unaligned": whole((6,), rows=130, columns=80, lay=_unaligned),
-        "fragments, unaligned row": whole((1,), rows=130, columns=80, lay=_unaligned),
+        "fragments, unaligned": whole((6,), rows=130, columns=80, lay=unaligned),
+        "fragments, unaligned row": whole((1,), rows=130, columns=80, lay=unaligned),
         "fragments, large fp16": whole(x=_FP16, fill=lambda x: x * 4000),
         "fragments, zero row scales": whole(weight=lambda w: w._replace(row_scale=w[2] * 0)),
         "fragments, expanded row scale": whole(weight=_expanded_scale),
@@ -378,19 +378,7 @@ def _sliced(weight: Weight) -> Weight:
 
 
 def _odd_weight(weight: Weight) -> Weight:
-    return weight._replace(codes=_unaligned(weight.codes), scales=_unaligned(weight.scales))
-
-
-def _padded(x: torch.Tensor, extra: int) -> torch.Tensor:
-    wide = x.new_zeros((*x.shape[:-1], x.shape[-1] + extra))
-    wide[..., : x.shape[-1]] = x
-    return wide[..., : x.shape[-1]]
-
-
-def _unaligned(x: torch.Tensor) -> torch.Tensor:
-    flat = x.new_zeros(x.numel() + 1)
-    flat[1:] = x.reshape(-1)
-    return flat[1:].view(x.shape)
+    return weight._replace(codes=unaligned(weight.codes), scales=unaligned(weight.scales))
 
 
 def _word(value: Any) -> str:

@@ -6,6 +6,7 @@ measured: a row of a table, or its name, is what makes it run.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -116,11 +117,15 @@ class CuteRmsNorm(Variant):
         return plan_rms_norm(launcher(problem, config), details)
 
     def _why_unmade(self, problem: Problem) -> str | None:
-        """Why there is no kernel: the DSL is missing, and no cache has what it would have made."""
+        """Why there is no kernel: the DSL is missing, and no cache has what it would have made.
+
+        A bundle has the launch that a table names, which need not be the usual one.
+        """
         reason = why_missing()
-        if reason is None or is_there(self, problem, self.config(problem.asked())):
+        if reason is None:
             return None
-        return reason
+        configs = self.configs(problem.asked())
+        return None if any(is_there(self, problem, one) for one in configs) else reason
 
 
 def _config(layout: Layout, items: int) -> CuteConfig:
@@ -147,30 +152,33 @@ def _tensors(details: Details) -> dict[str, tuple[str, int]]:
 
 
 def _program(details: Details, config: CuteConfig) -> CuteProgram:
-    tensors = _tensors(details)
-    weighted = "weight" in tensors
-    signature = [(name, f"*{kind}") for name, (kind, _) in tensors.items()]
+    layout, tensors = details.layout, _tensors(details)
+    constants = (
+        ("lanes", config.lanes),
+        ("items", config.items),
+        ("vector", layout.vector),
+        ("nested", layout.nested),
+        ("normalised", _TYPES[details.normalised]),
+        ("product", _TYPES[details.product] if "weight" in tensors else "fp32"),
+    )
+    return _written(tuple(tensors.items()), constants, config.threads)
+
+
+@functools.lru_cache(maxsize=1024)
+def _written(
+    tensors: tuple[tuple[str, tuple[str, int]], ...],
+    constants: tuple[tuple[str, int | bool | str | None], ...],
+    threads: int,
+) -> CuteProgram:
+    """The program, once: without the DSL four of them are asked after for every new shape."""
+    signature = [(name, f"*{kind}") for name, (kind, _) in tensors]
     signature += [(name, "i64") for name in ("x_outer", "x_inner", "y_outer", "y_inner")]
     signature += [(name, "i32") for name in ("rows", "inner_rows", "columns")]
     signature += [(name, "fp32") for name in ("inverse_columns", "eps", "weight_offset")]
-    constants: dict[str, int | bool | str | None] = {
-        "lanes": config.lanes,
-        "items": config.items,
-        "vector": details.layout.vector,
-        "nested": details.layout.nested,
-        "normalised": _TYPES[details.normalised],
-        "product": _TYPES[details.product] if weighted else "fp32",
-    }
-    if not weighted:
-        constants["weight"] = None
-    return CuteProgram(
-        "rms_norm.py",
-        "rms_norm",
-        tuple(signature),
-        tuple(constants.items()),
-        tuple((name, access) for name, (_, access) in tensors.items()),
-        config.threads,
-    )
+    if all(name != "weight" for name, _ in tensors):
+        constants += (("weight", None),)
+    aligned = tuple((name, access) for name, (_, access) in tensors)
+    return CuteProgram("rms_norm.py", "rms_norm", tuple(signature), constants, aligned, threads)
 
 
 def launcher(problem: Problem, config: CuteConfig) -> Run:

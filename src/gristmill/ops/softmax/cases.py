@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gristmill.ops.examples import normal
+from gristmill.ops.examples import normal, padded, unaligned
 from gristmill.ops.op import Arguments, Case, Cost
 from gristmill.ops.softmax import reference
 from gristmill.ops.softmax.semantics import CAUSAL, EVERYTHING, causal_offset
@@ -156,11 +156,11 @@ def _spreads() -> dict[str, Spread]:
         "all the same": Spread(fill=torch.zeros_like),
         "one finite value": Spread((6, 4096), fill=_one_finite),
         "half infinite": Spread((6, 4096), x=_FP32, fill=_half_infinite),
-        "row slices": Spread((17, 512), lay=lambda x: _padded(x, 64)),
-        "row slices, narrow": Spread((17, 512), lay=lambda x: _padded(x, 3)),
-        "unaligned": Spread((17, 512), lay=_unaligned),
-        "unaligned odd": Spread((17, 515), lay=_unaligned),
-        "unaligned long": Spread((3, 16384), lay=_unaligned),
+        "row slices": Spread((17, 512), lay=lambda x: padded(x, 64)),
+        "row slices, narrow": Spread((17, 512), lay=lambda x: padded(x, 3)),
+        "unaligned": Spread((17, 512), lay=unaligned),
+        "unaligned odd": Spread((17, 515), lay=unaligned),
+        "unaligned long": Spread((3, 16384), lay=unaligned),
         "transposed rows": Spread(
             (6, 5, 256), lay=lambda x: x.transpose(0, 1).contiguous().transpose(0, 1)
         ),
@@ -226,9 +226,9 @@ def _gradients() -> dict[str, Spread]:
         "dy long float32": Spread((3, 20000), dy=_FP32),
         "expanded dy": Spread(dy_lay=lambda dy: dy[:1].expand(dy.shape)),
         "expanded dy, all dims": Spread(dy_lay=lambda dy: dy.reshape(-1)[0].expand(dy.shape)),
-        "unaligned dy": Spread((17, 512), dy_lay=_unaligned),
+        "unaligned dy": Spread((17, 512), dy_lay=unaligned),
         "unaligned beside strided columns": Spread(
-            (17, 512), lay=lambda y: y.t().contiguous().t(), dy_lay=_unaligned
+            (17, 512), lay=lambda y: y.t().contiguous().t(), dy_lay=unaligned
         ),
     }
 
@@ -282,18 +282,6 @@ def _nobody(x: torch.Tensor) -> torch.Tensor:
     out = x.clone()
     out[::2] = float("-inf")
     return out
-
-
-def _padded(x: torch.Tensor, extra: int) -> torch.Tensor:
-    wide = x.new_zeros((*x.shape[:-1], x.shape[-1] + extra))
-    wide[..., : x.shape[-1]] = x
-    return wide[..., : x.shape[-1]]
-
-
-def _unaligned(x: torch.Tensor) -> torch.Tensor:
-    flat = x.new_zeros(x.numel() + 1)
-    flat[1:] = x.reshape(-1)
-    return flat[1:].view(x.shape)
 
 
 def _three_levels(x: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from gristmill.errors import ArgumentError
-from gristmill.ops.examples import normal
+from gristmill.ops.examples import normal, padded, unaligned
 from gristmill.ops.op import Arguments, Case, Cost
 from gristmill.ops.topk_router import reference
 from gristmill.ops.topk_router.semantics import BackwardCall, Call, accumulator
@@ -158,9 +158,9 @@ def _spreads() -> dict[str, Spread]:
         "nobody": Spread(fill=_nobody),
         "nobody, as they are": Spread(fill=_nobody, renormalize=False),
         "nobody, sigmoid": Spread(fill=_nobody, scoring="sigmoid"),
-        "row slices": Spread(lay=lambda x: _padded(x, 8)),
-        "row slices, narrow": Spread(lay=lambda x: _padded(x, 3)),
-        "unaligned": Spread(lay=_unaligned, logits=_BF16),
+        "row slices": Spread(lay=lambda x: padded(x, 8)),
+        "row slices, narrow": Spread(lay=lambda x: padded(x, 3)),
+        "unaligned": Spread(lay=unaligned, logits=_BF16),
         "columns strided": Spread(lay=lambda x: x.t().contiguous().t()),
         "columns strided, as they are": Spread(
             lay=lambda x: x.t().contiguous().t(), renormalize=False, logits=_BF16
@@ -281,13 +281,3 @@ def _nobody(x: torch.Tensor) -> torch.Tensor:
     out = x.clone()
     out[::2] = float("-inf")
     return out
-
-
-def _padded(x: torch.Tensor, extra: int) -> torch.Tensor:
-    wide = x.new_zeros((x.shape[0], x.shape[1] + extra))
-    wide[:, : x.shape[1]] = x
-    return wide[:, : x.shape[1]]
-
-
-def _unaligned(x: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
