@@ -30,7 +30,9 @@ def main(text):
         with open({log!r}, "a") as log:
             log.write(f"{{os.getpid()}} {{told['share']}} {{shape}}\\n")
         if shape == "3x64":
-            os._exit(1)
+            raise ValueError("no such device\\nand more of it")
+        if shape == "7x64":
+            os._exit(3)
         if shape == "5x64":
             time.sleep(100)
         sys.stdout.write("{{}}\\n")
@@ -54,9 +56,11 @@ def test_a_process_that_dies_or_hangs_costs_its_task(log: Path, jobs: int) -> No
     begin = time.monotonic()
     notes = ahead.compile_ahead(TASKS, [PEERS["inductor"]], CPU, jobs, told.append)
     assert sorted(told) == [str(task) for task in TASKS]
-    assert sorted(notes) == [
-        f"{TASKS[index]}: not compiled ahead, its process died or took too long" for index in (2, 4)
-    ]
+    died, hung = sorted(notes)
+    assert died == f"{TASKS[2]}: not compiled ahead, its process died: ValueError: no such device"
+    # 2 s a task, and 10 more for the first of a process.
+    says = f"{TASKS[4]}: not compiled ahead, its process took longer than"
+    assert hung in (f"{says} 2 s", f"{says} 12 s")
     lines = [line.split() for line in log.read_text().splitlines()]
     assert sorted(line[2] for line in lines) == [f"{rows}x64" for rows in range(1, 7)]
     # Nothing is left running, the one that hangs included.
@@ -78,6 +82,30 @@ def test_large_problems_are_left_to_processes_with_much_memory(
         by_share.setdefault(share, set()).add(int(shape.split("x")[0]))
     assert set(by_share) <= {"0.68", "0.3"}
     assert by_share["0.68"] >= {6, 7, 8, 9, 10}
+
+
+def test_a_process_that_says_nothing_has_an_exit_code(log: Path) -> None:
+    task = Task("rms_norm", (7, 64), "float32")
+    (note,) = ahead.compile_ahead([task], [PEERS["inductor"]], CPU, 1, lambda text: None)
+    assert note == f"{task}: not compiled ahead, its process died with exit code 3"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", ""),
+        ("warning: one\nSegmentation fault\n\n", "Segmentation fault"),
+        (
+            "Traceback (most recent call last):\n  File x\nKeyError: 1\n\nDuring handling\n"
+            "Traceback (most recent call last):\n  File y\n    main()\n"
+            "\x1b[1mRuntimeError\x1b[0m: CUDA error: an illegal access\nFor debugging consider\n",
+            "RuntimeError: CUDA error: an illegal access",
+        ),
+        ("Traceback (most recent call last):\n  File x\n", "File x"),
+    ],
+)
+def test_why_a_process_died(text: str, says: str) -> None:
+    assert ahead.last_error(text) == says
 
 
 def test_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:

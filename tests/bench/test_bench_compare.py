@@ -22,6 +22,7 @@ from gristmill.bench.compare.comparison import (
     parse_threshold,
 )
 from gristmill.bench.compare.report import changed, tables
+from gristmill.bench.compare.rows import readings
 from gristmill.bench.results import OURS, Results, load
 from gristmill.errors import ArgumentError
 
@@ -319,6 +320,22 @@ def other_suites(factor: float) -> Results:
     ]
     del rows[-1]["mode"]
     return Results(dict(META), rows)
+
+
+def test_a_spread_is_read_as_the_suite_means_it() -> None:
+    """Of a block it is the interquartile range of samples, of whole models the range of runs."""
+    timed = {"op": "training", "shape": "2x8", "impl": OURS, "ms": 100.0, "spread_ms": 1.0}
+    rows = [{**timed, "suite": suite, "repeats": 9} for suite in ("end_to_end", "transformers")]
+    block, model = (one.error for one in readings(Results({}, rows)).values.values())
+    # A normal distribution: IQR = 1.349 sigma; the range of nine is 2.97 sigma.
+    assert block == pytest.approx(1.2533 / 1.349 / 3 / 100)
+    assert model == pytest.approx(1.2533 / 2.970 / 3 / 100)
+
+
+def test_a_negative_time_is_no_number() -> None:
+    """Tokens of a generation are timed as a difference, which noise can turn round."""
+    row = {"suite": "transformers", "op": "generation", "impl": OURS, "ms": -1.0}
+    assert readings(Results({}, [row])).values == {}
 
 
 def test_every_suite_is_compared_by_its_own_number() -> None:

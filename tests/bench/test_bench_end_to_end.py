@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from gristmill.bench.end_to_end import decoding as end_to_end_decoding
+from gristmill.bench.end_to_end import decoding, training
 from gristmill.bench.end_to_end import suite as end_to_end
-from gristmill.bench.end_to_end import training as end_to_end_training
 from gristmill.bench.end_to_end.model import LLAMA, TINY, TINY_MIXTURE, Pieces, Sizes
 from gristmill.bench.end_to_end.pieces import (
     DECODING,
@@ -57,7 +56,7 @@ def test_one_that_is_wrong_or_raises_is_reported_and_not_timed(problem: Problem)
     wrong = named("wrong", TORCH._replace(norm=doubled, add_norm=unseen))
     broken = named("broken", TORCH._replace(norm=raises, add_norm=raises))
     those = (wrong, *problem.implementations[:1], broken)
-    way = end_to_end_training if problem.is_training else end_to_end_decoding
+    way = training if problem.is_training else decoding
     rows = {
         row["impl"]: row for row in way.measure(replace(problem, implementations=those), CPU, 2)
     }
@@ -75,7 +74,7 @@ def test_what_another_one_wrote_to_the_cache_is_not_found(monkeypatch: pytest.Mo
 
     def measured() -> list[Row]:
         both = replace(DECODED, implementations=DECODED.implementations[::2][:2])
-        return end_to_end_decoding.measure(both, CPU, 1)
+        return decoding.measure(both, CPU, 1)
 
     assert [(row["impl"], row["error"]) for row in measured()] == [
         ("eager", None),
@@ -88,7 +87,7 @@ def test_what_another_one_wrote_to_the_cache_is_not_found(monkeypatch: pytest.Mo
             cache = cache._replace(keys=cache.keys.clone(), values=cache.values.clone())
         return block(x, residual, rotary, cache)
 
-    monkeypatch.setattr(end_to_end_decoding, "_run", run)
+    monkeypatch.setattr(decoding, "_run", run)
     rows = measured()
     assert rows[0]["error"] is None
     assert rows[1]["error"].startswith("WrongResultError: key: ")
@@ -103,7 +102,7 @@ def test_a_step_that_fails_while_it_is_timed_leaves_the_others() -> None:
             raise RuntimeError("out of luck")
         return {}
 
-    found = end_to_end_training.time_steps({"fails": fails, "runs": dict}, CPU, 4)
+    found = training.time_steps({"fails": fails, "runs": dict}, CPU, 4)
     assert isinstance(found["fails"], RuntimeError)
     assert len(calls) == 3
     assert not isinstance(found["runs"], Exception)
@@ -167,8 +166,8 @@ def test_what_is_there_is_not_measured_again(
         asked.append(problem)
         return [{"op": "new"}]
 
-    monkeypatch.setattr(end_to_end_decoding, "measure", measure)
-    monkeypatch.setattr(end_to_end_training, "measure", measure)
+    monkeypatch.setattr(decoding, "measure", measure)
+    monkeypatch.setattr(training, "measure", measure)
     told: list[str] = []
     end_to_end.run(CPU, partial, told.append, samples=2, quick=False)
     assert [(one.op, one.batch) for one in asked] == [("decoding", 4)]
@@ -187,7 +186,7 @@ def test_a_problem_that_fails_as_a_whole_has_rows_and_the_others_go_on(
     def fails(problem: Problem, data: Any) -> dict[str, Tensor]:
         raise torch.OutOfMemoryError("tried to allocate everything\nin vain")
 
-    monkeypatch.setattr(end_to_end_training, "expectation", fails)
+    monkeypatch.setattr(training, "expectation", fails)
     results = Results({})
     chosen = ["eager", "gristmill"]
     ops = ["training", "decoding"]
@@ -267,10 +266,9 @@ def test_tables() -> None:
         row("decoding", 16, "eager", ms=0.1, roof_share=0.9),
         {"suite": "vllm", "op": "llama", "impl": "bf16"},
     ]
-    (training, grid), (decoding, other) = end_to_end.tables(rows)
+    (title, grid), (other_title, other) = end_to_end.tables(rows)
     assert (
-        training
-        == "end to end, training one block with head and loss, tiny, 2x12 tokens: ms a step"
+        title == "end to end, training one block with head and loss, tiny, 2x12 tokens: ms a step"
     )
     assert grid == (
         *[
@@ -285,7 +283,7 @@ def test_tables() -> None:
             ["gristmill", "failed", "", "", "", "", "", ""],
         ],
     )
-    assert decoding == "end to end, decoding by one block, tiny, 20 cached: µs a step"
+    assert other_title == "end to end, decoding by one block, tiny, 20 cached: µs a step"
     header, body = other
     assert header == [
         *("what runs", "batch 1", "batch 16", "vs eager, 1", "vs eager, 16"),
@@ -325,7 +323,7 @@ MIDDLE_MIXTURE = Sizes("middle-moe", 1024, 8, 2, 128, 512, 8192, experts=16, cho
 def test_steps_of_decoding_are_captured() -> None:
     for problem, sizes in ((DECODED, MIDDLE), (MIXED, MIDDLE_MIXTURE)):
         torch._dynamo.reset()
-        rows = end_to_end_decoding.measure(replace(problem, sizes=sizes), CUDA, 2)
+        rows = decoding.measure(replace(problem, sizes=sizes), CUDA, 2)
         assert [row["error"] for row in rows] == [None] * len(DECODING)
         assert {row["method"] for row in rows} == {"graph"}
         assert all(row["roof_share"] > 0 for row in rows)
@@ -336,7 +334,7 @@ def test_steps_of_training_have_a_peak() -> None:
     ours = tuple(one for one in TRAINING if one.peer != "liger")
     torch._dynamo.reset()
     problem = replace(TRAINED, sizes=MIDDLE, length=256, implementations=ours)
-    rows = end_to_end_training.measure(problem, CUDA, 2)
+    rows = training.measure(problem, CUDA, 2)
     assert [row["error"] for row in rows] == [None] * len(ours)
     assert {row["method"] for row in rows} == {"events"}
     assert all(row["peak_gib"] > 0 for row in rows)

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from gristmill.bench.check import WrongResultError
-from gristmill.bench.end_to_end import decoding as end_to_end_decoding
-from gristmill.bench.end_to_end import training as end_to_end_training
-from gristmill.bench.end_to_end import truth
+from gristmill.bench.end_to_end import decoding, training, truth
 from gristmill.bench.end_to_end.model import (
     EPS,
     TINY,
@@ -130,8 +128,8 @@ def off(got: Tensor, want: Tensor) -> float:
 
 @pytest.mark.parametrize("problem", [TRAINED, BLOCK], ids=lambda one: one.op)
 def test_the_truth_of_training_is_that_of_tokens_one_by_one(problem: Problem) -> None:
-    data = end_to_end_training.make_data(problem, CPU)
-    found = end_to_end_training.expectation(problem, data)
+    data = training.make_data(problem, CPU)
+    found = training.expectation(problem, data)
     weights = truth.in_fp64(data.weights, grad=True)
     x = data.x.detach().double().requires_grad_()
     pairs = [by_token(TINY, weights, one, data.rotary) for one in x]
@@ -153,9 +151,9 @@ def test_the_truth_of_training_is_that_of_tokens_one_by_one(problem: Problem) ->
 @pytest.mark.parametrize("pieces", [TORCH, GRISTMILL, GRISTMILL_LINEAR])
 @pytest.mark.parametrize("problem", [TRAINED, BLOCK], ids=lambda one: one.op)
 def test_implementations_train_alike(problem: Problem, pieces: Pieces) -> None:
-    data = end_to_end_training.make_data(problem, CPU)
-    expected = end_to_end_training.expectation(problem, data)
-    step = end_to_end_training.make_step(problem, data, pieces, is_compiled=False)
+    data = training.make_data(problem, CPU)
+    expected = training.expectation(problem, data)
+    step = training.make_step(problem, data, pieces, is_compiled=False)
     outputs = step()
     assert set(outputs) == set(expected)
     assert all(off(outputs[name], expected[name]) < ROUNDED for name in expected)
@@ -176,16 +174,16 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModul
         return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
 
     torch._dynamo.reset()
-    for module in (end_to_end_training, end_to_end_decoding):
+    for module in (training, decoding):
         monkeypatch.setattr(module, "compiled", compiled)
     yield graphs
     torch._dynamo.reset()
 
 
 def test_a_training_step_is_one_graph(traced: list[Any]) -> None:
-    data = end_to_end_training.make_data(TRAINED, CPU)
-    expected = end_to_end_training.expectation(TRAINED, data)
-    step = end_to_end_training.make_step(TRAINED, data, GRISTMILL, is_compiled=True)
+    data = training.make_data(TRAINED, CPU)
+    expected = training.expectation(TRAINED, data)
+    step = training.make_step(TRAINED, data, GRISTMILL, is_compiled=True)
     for _ in range(2):
         assert truth.compare(step(), expected, truth.LIMIT) < ROUNDED
     assert len(traced) == 1
@@ -199,9 +197,9 @@ def test_a_training_step_is_one_graph(traced: list[Any]) -> None:
 
 def form_of(problem: Problem, *, quantised: bool) -> tuple[Any, Any]:
     generator = torch.Generator().manual_seed(3)
-    weights = end_to_end_decoding.make_weights(problem.sizes, generator)
-    inputs = end_to_end_decoding.make_inputs(problem, weights.get("router"), generator)
-    make = end_to_end_decoding.nvfp4_form if quantised else end_to_end_decoding.dense_form
+    weights = decoding.make_weights(problem.sizes, generator)
+    inputs = decoding.make_inputs(problem, weights.get("router"), generator)
+    make = decoding.nvfp4_form if quantised else decoding.dense_form
     return make(problem, weights, inputs), inputs
 
 
@@ -216,7 +214,7 @@ def test_a_decoding_step_is_that_of_tokens_one_by_one(problem: Problem, quantise
         state = (inputs.x[index] + inputs.residual[index].double()).double()
         wanted.append(by_token(sizes, weights, state, inputs.rotary, before))
     added, residual = (torch.stack(one) for one in zip(*wanted, strict=True))
-    expected = end_to_end_decoding.expectation(problem, form.exact, inputs)
+    expected = decoding.expectation(problem, form.exact, inputs)
     assert off(expected["output"], added) < 1e-6
     assert off(expected["residual"], residual) < 1e-6
     for pieces in (TORCH, GRISTMILL):
@@ -226,7 +224,7 @@ def test_a_decoding_step_is_that_of_tokens_one_by_one(problem: Problem, quantise
             cache = Cache(*(one.clone() for one in inputs.cache))
             block = form.make(index, pieces)
             outputs = block(inputs.x, inputs.residual, inputs.rotary, cache)
-            made = end_to_end_decoding.named(outputs, cache)
+            made = decoding.named(outputs, cache)
             assert off(made["output"], added) < ROUNDED
             assert truth.compare(made, expected, truth.LIMIT) < ROUNDED
             # And nothing else of the cache is touched.
@@ -252,11 +250,11 @@ def test_copies_are_not_one_memory() -> None:
 def test_copies_share_one_graph(traced: list[Any]) -> None:
     for quantised, count in ((False, 1), (True, 2)):
         form, inputs = form_of(DECODED, quantised=quantised)
-        step = end_to_end_decoding.make_step(form, GRISTMILL, is_compiled=True)
-        expected = end_to_end_decoding.expectation(DECODED, form.exact, inputs)
+        step = decoding.make_step(form, GRISTMILL, is_compiled=True)
+        expected = decoding.expectation(DECODED, form.exact, inputs)
         for index in (0, 1, 2, 0):
             outputs = step(index, *inputs)
-            made = end_to_end_decoding.named(outputs, inputs.cache)
+            made = decoding.named(outputs, inputs.cache)
             assert truth.compare(made, expected, truth.LIMIT) < ROUNDED
         assert len(traced) == count
 
@@ -283,8 +281,8 @@ def test_tokens_go_to_the_experts_they_are_meant_for() -> None:
         "decoding_moe", replace(TINY_MIXTURE, hidden=256, experts=32), 64, 8, DECODING
     )
     generator = torch.Generator().manual_seed(3)
-    weights = truth.in_fp64(end_to_end_decoding.make_weights(problem.sizes, generator))
-    inputs = end_to_end_decoding.make_inputs(problem, weights["router"].bfloat16(), generator)
+    weights = truth.in_fp64(decoding.make_weights(problem.sizes, generator))
+    inputs = decoding.make_inputs(problem, weights["router"].bfloat16(), generator)
     state = (inputs.x + inputs.residual).double().squeeze(1)
     state = state / state.square().mean(-1, keepdim=True).sqrt()
     logits = (state @ weights["router"].T).sort(descending=True).values
@@ -302,6 +300,12 @@ def test_what_is_compared() -> None:
         truth.compare({**right, "loss": torch.tensor(2.01)}, right, 0.05)
     with pytest.raises(WrongResultError, match="the loss is nan"):
         truth.compare({**right, "loss": torch.tensor(torch.nan)}, right, 0.05)
+    # A loss in bf16 is as good as bf16 can say it, and no worse.
+    large = {**right, "loss": torch.tensor(12.27848)}
+    rounded = {**large, "loss": torch.tensor(12.25, dtype=torch.bfloat16)}
+    assert truth.compare(rounded, large, 0.05) == pytest.approx(0.00232, rel=0.01)
+    with pytest.raises(WrongResultError, match=r"the loss is 12\.18750, not 12\.27848"):
+        truth.compare({**large, "loss": torch.tensor(12.1875).bfloat16()}, large, 0.05)
     one_row = right["gradient"].clone()
     one_row[17] = 0
     with pytest.raises(WrongResultError, match="gradient: a row is off by 1 "):

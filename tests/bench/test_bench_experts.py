@@ -29,7 +29,7 @@ from gristmill.bench.experts.routing import distinct, draw, renamed
 from gristmill.bench.experts.truth import Truth
 from gristmill.bench.peers import PEERS, Function, Part, Peer, Sets
 from gristmill.bench.report import markdown
-from gristmill.bench.results import OURS, Results, problems
+from gristmill.bench.results import OURS, Results, by_problem
 from gristmill.bench.runner import Runner
 from gristmill.bench.suites import Task
 from gristmill.formats.nvfp4 import dequantize
@@ -271,7 +271,7 @@ def test_a_row_for_each_routing_with_what_recorded_rows_have() -> None:
     assert len(results.rows) == 16
     keys = ("op", "dtype", "model", "routing", "M", "impl")
     assert len({tuple(row[key] for key in keys) for row in results.rows}) == 16
-    assert len(problems(results.rows)) == 8
+    assert len(by_problem(results.rows)) == 8
     for row in results.rows:
         # Recorded rows have neither, and are found by what they lack, too.
         assert not {"N", "K"} & set(row)

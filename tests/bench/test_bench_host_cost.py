@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from gristmill.bench import host_cost as host
+from gristmill.bench.page import page
+from gristmill.bench.report import markdown
 from gristmill.bench.results import Results
 from gristmill.errors import ArgumentError
 
@@ -41,6 +43,30 @@ def test_host_measures_three_ways_to_call_each_op(monkeypatch: pytest.MonkeyPatc
         ("backward", 7.0)
     }
     assert len(gone_on.rows) == len(results.rows)
+
+
+def test_a_call_that_fails_is_told_and_the_others_are_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*args: object) -> host.Family:
+        raise RuntimeError("no room\nand more")
+
+    monkeypatch.setitem(host.CALLS, "softmax", broken)
+    results = Results({"device": "cpu"})
+    ops, shapes = ["softmax", "rms_norm"], [(2, 64)]
+    host.run(CPU, results, lambda text: None, rounds=1, ops=ops, shapes=shapes)
+    failed = [row for row in results.rows if row["op"] == "softmax"]
+    assert [(row["impl"], row["error"]) for row in failed] == 3 * [
+        ("gristmill", "RuntimeError: no room"),
+        ("eager", "RuntimeError: no room"),
+    ]
+    assert sum("host_us" in row for row in results.rows) == 6
+    for text in (markdown(results), page(results)):
+        assert "rms_norm" in text
+        assert (
+            "gristmill was not timed on softmax 2x64 forward, 2x64 forward with grad, "
+            "2x64 backward: RuntimeError: no room"
+        ) in text
 
 
 def test_one_op_at_shapes_by_hand() -> None:

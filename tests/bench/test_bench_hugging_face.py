@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
+from gristmill.bench.fresh import beyond_the_first
 from gristmill.bench.hugging_face import child as hugging_face_child
 from gristmill.bench.hugging_face import suite as hugging_face
 from gristmill.bench.hugging_face.models import TINY, llama, tokens
@@ -29,6 +30,23 @@ def measured(op: str, impl: str) -> dict[str, Any]:
     pytest.importorskip("transformers")
     spec = hugging_face.spec(CASE[op, impl], CPU, 2)
     return hugging_face_child.measure(json.loads(json.dumps(spec)))
+
+
+def measured_at_last(op: str, impl: str) -> dict[str, Any]:
+    """The same; a machine that is busy with other tests may be too busy for six tokens."""
+    for _ in range(4):
+        try:
+            return measured(op, impl)
+        except GristmillError as error:
+            if "too busy" not in str(error):
+                raise
+    return measured(op, impl)
+
+
+def test_a_machine_that_is_too_busy_gives_no_time() -> None:
+    assert beyond_the_first([26.0, 25.0, 90.0], [6.0, 5.0, 4.0], 6) == (26.0 - 5.0) / 5
+    with pytest.raises(GristmillError, match=r"6 tokens took 25, and one took 26: .* too busy"):
+        beyond_the_first([25.0], [26.0], 6)
 
 
 @pytest.mark.parametrize("impl", ["patched", "patched_linear_cross_entropy"])
@@ -63,7 +81,7 @@ def test_all_losses_are_one() -> None:
 
 
 def test_generation_with_nvfp4_weights() -> None:
-    row = measured("generation", "nvfp4_norms")
+    row = measured_at_last("generation", "nvfp4_norms")
     assert row["replaced"] == 14 + 5
     assert any(name.startswith("nvfp4_linear:") for name in row["choices"])
     assert row["ms"] > 0

@@ -18,7 +18,6 @@ from gristmill.bench.page import headline, page, write_page
 from gristmill.bench.page.heatmap import class_of, maps
 from gristmill.bench.problems import losses, peer_of, problems_of
 from gristmill.bench.results import Results
-from gristmill.bench.suites import KERNEL_SUITES
 
 META = {"gpu": "NVIDIA H200", "device": "cuda", "date": "2026-01-02", "torch": "2.13.0"}
 
@@ -138,24 +137,11 @@ def test_headline_of_starts_host_and_regret() -> None:
     assert found.regret.mean == pytest.approx(0.105)
     assert (found.regret.p95, found.regret.worst) == (0.19, 0.2)
     assert found.regret.worst_at == "softmax 20x64"
-    lines = found.markdown().splitlines()
-    assert "- Start, empty cache: llama 2.50 s, beyond torch's own" in lines
-    assert "- Start, bundle cache: not measured" in lines
-    assert any("worst 20.0% (softmax 20x64), over 20 problems" in line for line in lines)
-    assert any(line.startswith("- Host time of an eager call: 1.50x") for line in lines)
-
-
-def test_markdown_has_a_line_for_every_suite_measured_or_not(results: Results) -> None:
-    lines = headline(results).markdown().splitlines()
-    assert lines[0] == "|  | best peer | eager | quack | of roof, above 250 MB |"
-    assert (
-        "| rms_norm | 1.00x (2, 1 behind) | 2.00x (2, 0 behind) | 1.00x (2, 1 behind) | 90%"
-        in (lines[2][:89])
-    )
-    named = [line.split(" | ")[0].removeprefix("| ") for line in lines[2:] if line.startswith("|")]
-    assert named == [*KERNEL_SUITES, "all"]
-    assert "| moe | not measured | – | – | – |" in lines
-    assert "- Regret: not measured" in lines
+    facts = dict(found.facts())
+    assert facts["Start, empty cache"] == "llama 2.50 s, beyond torch's own"
+    assert facts["Start, bundle cache"] == "not measured"
+    assert "worst 20.0% (softmax 20x64), over 20 problems" in facts["Regret"]
+    assert facts["Host time of an eager call"].startswith("1.50x")
 
 
 def test_what_was_not_measured_is_said_and_not_hidden(results: Results) -> None:
@@ -293,11 +279,23 @@ def test_a_run_that_was_cut_short_says_so(results: Results) -> None:
     results.meta["finished"] = True
     assert "Cut short" not in told(results)
     results.meta["finished"] = False
-    assert "Cut short, so that something may be missing: this run." in told(results)
+    banner = page(results).split("</header>")[0]
+    assert "This run was cut short, and something may be missing" in banner
+    results.meta["unmeasured"] = ["softmax_bwd 8x64 bfloat16", "regret --quick"]
+    banner = page(results).split("</header>")[0]
+    assert "This run was cut short. Not measured: softmax (1 problem), regret --quick." in banner
+    del results.meta["unmeasured"]
     results.meta["runs"] = [{"file": name, "rows": 1} for name in ("a.json", "b.json")]
     assert "Cut short" not in told(results)
     results.meta["runs"][1]["finished"] = False
-    assert "Cut short, so that something may be missing: b.json." in told(results)
+    assert "Cut short: b.json, and something may be missing." in told(results)
+
+
+def test_a_cpus_copy_is_no_roof_in_any_table(results: Results) -> None:
+    results.rows[0] |= {"roof_share": 3.77, "bytes": 1, "roof_us": 1.0, "tb_per_s": 0.001}
+    assert "377%" in told(results)
+    results.meta["device"] = "cpu"
+    assert "377%" not in told(results)
 
 
 def test_blocks_of_transformers_are_told_with_their_commands(results: Results) -> None:

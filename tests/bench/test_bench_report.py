@@ -207,6 +207,15 @@ def test_a_file_that_is_no_result_is_told(tmp_path: Path) -> None:
     path.write_text('{"rows": []}')
     with pytest.raises(ArgumentError, match=r"x\.json is not a file of benchmark results"):
         load(path)
+    path.write_text('{"meta": {}, "rows": [{"op": "rms_norm", "us": 1.0}]}')
+    with pytest.raises(ArgumentError, match="each row names its op and its impl"):
+        load(path)
+
+
+def test_a_failure_that_is_about_no_problem_is_told() -> None:
+    start = {"suite": "cold_start", "op": "import", "cache": "empty", "impl": "gristmill"}
+    (line,) = notes(Results({}, [{**start, "error": "it died"}]))
+    assert line == "gristmill was not timed on import empty: it died"
 
 
 def test_products_are_shown_by_operations() -> None:

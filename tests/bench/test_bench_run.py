@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from gristmill.bench import choices
+from gristmill.bench import explained
 from gristmill.bench.peers import GRISTMILL, PEERS, Function, Peer, Sets
-from gristmill.bench.results import OURS, Results, fastest_peer, load, problems
+from gristmill.bench.results import OURS, Results, by_problem, fastest_peer, load
 from gristmill.bench.runner import Runner
 from gristmill.bench.suites import KINDS, Task
 from gristmill.errors import GristmillError
@@ -217,7 +217,7 @@ def test_on_a_cpu_a_row_says_why_its_variant_ran(results: Results) -> None:
     for row in rows.values():
         assert row["variant"] in row["variants"]
         assert not set(row["variants"]) & set(row["declined"])
-    found = choices.table(results.rows)
+    found = explained.table(results.rows)
     assert found is not None
     _, (header, lines) = found
     assert len(lines) == len(NAMES)
@@ -226,7 +226,7 @@ def test_on_a_cpu_a_row_says_why_its_variant_ran(results: Results) -> None:
     assert line["variant"] == "reference"
     assert "cuda_warp, cuda_block" in line["could not"]
     assert line["could not"].count("needs a CUDA device") == 1  # once for all of them
-    assert choices.table([{"op": "softmax", "variant": "cuda_warp"}]) is None
+    assert explained.table([{"op": "softmax", "variant": "cuda_warp"}]) is None
 
 
 def test_sizes_that_differ_by_a_row_of_weights_share_a_copy(
@@ -327,7 +327,7 @@ def test_files_read_back(tmp_path: Path, results: Results) -> None:
     assert (again.meta, again.rows) == (results.meta, results.rows)
     keys = [tuple(row[key] for key in ("op", "dtype", "M", "N", "impl")) for row in again.rows]
     assert len(keys) == len(set(keys))
-    assert len(problems(again.rows)) == len(NAMES)
+    assert len(by_problem(again.rows)) == len(NAMES)
 
 
 def test_the_same_task_gets_the_same_numbers() -> None:

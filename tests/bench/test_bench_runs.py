@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from gristmill.bench import runs
+from gristmill.bench.experts.models import TINY
 from gristmill.bench.peers import PEERS
-from gristmill.bench.report import notes
-from gristmill.bench.results import Results, Row, first_line, load
+from gristmill.bench.report import notes, summary
+from gristmill.bench.results import Results, Row, described, first_line, load
 from gristmill.bench.runner import Runner
 from gristmill.bench.suites import Task
 from gristmill.errors import ArgumentError
@@ -137,6 +138,68 @@ def test_rows_of_other_suites_are_no_kernel_time() -> None:
     assert Runner(CPU, [], results, samples=1).todo([task]) == [task]
 
 
+def test_what_one_command_leaves_undone_another_does_not_finish() -> None:
+    """The run is finished when everything is there that any of its commands asked for."""
+    asked = ["rms_norm 8x64 bfloat16", "softmax 8x64 bfloat16", "host_cost", "regret --quick"]
+    results = Results(meta(finished=False, unmeasured=asked))
+    results.add([row("rms_norm", "gristmill", 1.0)])
+    runs.complete(results, "host_cost --op rms_norm")  # a part of it is not all of it
+    runs.complete(results, "regret")  # and all of it is every part
+    assert notes(results)[0] == (
+        "This run was cut short. Not measured: softmax (1 problem), host_cost."
+    )
+    runs.finish(results)
+    assert results.meta["finished"] is False
+    assert results.meta["unmeasured"] == ["softmax 8x64 bfloat16", "host_cost"]
+    runs.complete(results, "host_cost")
+    results.add([row("softmax", "gristmill", 1.0)])
+    runs.finish(results)
+    assert (results.meta["finished"], results.meta["unmeasured"]) == (True, [])
+    assert not any("cut short" in line for line in notes(results))
+
+
+def test_rows_say_which_problems_are_there_as_tasks_do() -> None:
+    tasks = [
+        Task("rms_norm", (2, 3, 64), "float32"),
+        Task("linear", (2, 64, 64), "float32"),
+        Task("moe", TINY.shape(4), "bfloat16", "skewed"),
+    ]
+    rows = [{"op": one.name, "dtype": one.dtype, **one.sizes, "impl": "x"} for one in tasks]
+    every = [str(one) for one in tasks]
+    assert runs.unmeasured(Results({"unmeasured": every})) == every
+    assert runs.unmeasured(Results({"unmeasured": every}, rows)) == []
+
+
+def test_what_another_run_has_is_not_missing(tmp_path: Path) -> None:
+    left = ["softmax 8x64 bfloat16"]
+    paths = [
+        written(tmp_path / "a.json", [], finished=False, unmeasured=left),
+        written(tmp_path / "b.json", [row("softmax", "gristmill", 1.0)], finished=True),
+    ]
+    cut = "Cut short: a.json. Not measured: softmax (1 problem)."
+    other = written(tmp_path / "c.json", [], finished=True)
+    assert cut in notes(runs.read([paths[0], other]))
+    assert not any("Cut short" in line for line in notes(runs.read(paths)))
+
+
+def test_the_last_command_of_an_older_file_did_not_end() -> None:
+    (line, *_) = notes(Results(meta(finished=False)))
+    assert line == (
+        "This run was cut short, and something may be missing: its last command did not end "
+        "(gristmill bench rms_norm)."
+    )
+
+
+def test_notes_that_say_the_same_are_told_once() -> None:
+    same = [f"rms_norm {size}x64: not compiled ahead" for size in range(5)]
+    told = notes(Results({"notes": ["one: x", *same, "two: x", "no GPU", "no GPU"]}))
+    assert told == [
+        *("one: x", "two: x"),
+        "rms_norm 0x64 and 4 others: not compiled ahead",
+        *("no GPU", "no GPU"),
+    ]
+
+
 def test_a_run_that_was_cut_short_says_so() -> None:
     assert any("cut short" in line for line in notes(Results(meta(finished=False))))
     assert not any("cut short" in line for line in notes(Results(meta(finished=True))))
@@ -181,6 +244,20 @@ def test_of_rows_about_the_same_the_last_counts(tmp_path: Path) -> None:
     told = [(one["file"], one["rows"], one["torch"], one["date"]) for one in merged.meta["runs"]]
     assert told == [("a.json", 1, "2.13", "2026-11-16"), ("b.json", 2, "2.14", "2026-11-17")]
     assert "Rows are from 2 runs: a.json (2026-11-16, 1 rows)" in " ".join(notes(merged))
+
+
+def test_tables_compare_within_one_run(tmp_path: Path) -> None:
+    """Ours of the second run was not timed beside the peer of the first."""
+    paths = [
+        written(
+            tmp_path / "a.json", [row("softmax", "gristmill", 4.0), row("softmax", "quack", 2.0)]
+        ),
+        written(
+            tmp_path / "b.json", [row("softmax", "gristmill", 8.0), row("softmax", "eager", 16.0)]
+        ),
+    ]
+    (line,) = summary(runs.read(paths).kernels())
+    assert line.startswith("softmax: 2.00x the fastest peer over 1 problem")
 
 
 def test_what_was_merged_can_be_merged_again(tmp_path: Path) -> None:
@@ -257,3 +334,7 @@ def test_an_error_is_told_in_one_line_without_colours() -> None:
     error = RuntimeError("\n\x1b[91m\x1b[1merror[INTERNAL]:\x1b[0m no valid IR\n  more of it")
     assert first_line(error) == "error[INTERNAL]: no valid IR"
     assert first_line(RuntimeError()) == "no message"
+    assert described(ValueError("no kernel. Reasons:\n - too old\n - more")) == (
+        "ValueError: no kernel. Reasons: - too old"
+    )
+    assert described(KeyError()) == "KeyError: no message"

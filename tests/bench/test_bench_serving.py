@@ -16,9 +16,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from gristmill.bench import whole_models as serving_suites
+from gristmill.bench import whole_models
 from gristmill.bench.results import Results, load
-from gristmill.bench.serving import processes as serving_processes
+from gristmill.bench.serving import processes
 from gristmill.bench.serving import suite as serving
 from gristmill.bench.serving.models import KNOWN, kv_cache_bytes, weight_bytes, write_config
 from gristmill.bench.serving.report import tables
@@ -153,9 +153,9 @@ def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     (tmp_path / "a_child.py").write_text(CHILD)
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    def start(name: str, how: str) -> serving_processes.Started:
+    def start(name: str, how: str) -> processes.Started:
         place = tmp_path / name
-        return serving_processes.start(name, "a_child", {"how": how}, {"A_WORD": "x y"}, place)
+        return processes.start(name, "a_child", {"how": how}, {"A_WORD": "x y"}, place)
 
     return start
 
@@ -164,7 +164,7 @@ def test_processes_run_one_at_a_time_and_none_is_left(child: Any) -> None:
     started = [child("a", "works"), child("b", "falls"), child("c", "falls late")]
     said = {
         one.name: answer
-        for one, answer in serving_processes.in_turns(
+        for one, answer in processes.in_turns(
             started, lambda name: None, start_limit_s=60, run_limit_s=30
         )
     }
@@ -179,10 +179,10 @@ def test_processes_run_one_at_a_time_and_none_is_left(child: Any) -> None:
 def test_a_child_waits_until_it_is_told_to_go(tmp_path: Path) -> None:
     threading.Timer(0.3, (tmp_path / "go").touch).start()
     start = time.monotonic()
-    serving_processes.wait_for_turn(tmp_path)
+    processes.wait_for_turn(tmp_path)
     assert time.monotonic() - start > 0.2
     assert (tmp_path / "ready").exists()
-    serving_processes.write_answer(tmp_path, {"ms": 1.5})
+    processes.write_answer(tmp_path, {"ms": 1.5})
     assert json.loads((tmp_path / "answer.json").read_text()) == {"ms": 1.5}
 
 
@@ -198,7 +198,7 @@ def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
         "subprocess.Popen([sys.executable, '-c', sys.argv[1], sys.argv[2], str(os.getpid()), "
         "sys.argv[3]], start_new_session=True); time.sleep(120)"
     )
-    source, told = str(Path(serving_processes.__file__).parents[3]), tmp_path / "pid"
+    source, told = str(Path(processes.__file__).parents[3]), tmp_path / "pid"
     process = subprocess.Popen([sys.executable, "-c", parent, child, source, str(told)])
     _until(lambda: told.exists() and told.read_text() != "")
     pid = int(told.read_text())
@@ -222,20 +222,12 @@ def _until(done: Callable[[], bool]) -> None:
 def test_a_process_that_hangs_is_ended(child: Any) -> None:
     started = [child("a", "hangs")]
     begin = time.monotonic()
-    turns = serving_processes.in_turns(started, lambda name: None, start_limit_s=1, run_limit_s=1)
+    turns = processes.in_turns(started, lambda name: None, start_limit_s=1, run_limit_s=1)
     (_, said) = next(turns)
     assert "was still running" in str(said)
     turns.close()
     assert started[0].has_ended
     assert time.monotonic() - begin < 30
-
-
-def test_errors_are_one_line() -> None:
-    described = serving_processes.described
-    assert described(ValueError("no kernel. Reasons:\n - too old\n - more")) == (
-        "ValueError: no kernel. Reasons: - too old"
-    )
-    assert described(KeyError()) == "KeyError: no message"
 
 
 def invoke(*words: str) -> Any:
@@ -249,7 +241,7 @@ def test_without_vllm_there_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -
     assert "needs vLLM" in done.output
     assert "Traceback" not in done.output
     # Beside all others it is a note.
-    chosen = serving_suites.choose(["vllm", "host_cost"], ["all"], CPU, serving_suites.Filters())
+    chosen = whole_models.choose(["vllm", "host_cost"], ["all"], CPU, whole_models.Filters())
     assert chosen.plan is None
     assert "needs vLLM" in chosen.notes[0]
 
@@ -276,10 +268,10 @@ def test_mistakes_are_told(
 def test_filters_of_other_suites_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "missing", lambda device: None)
     suites = ["vllm", "nvfp4_moe"]
-    other = serving_suites.Filters(models=["deepseek-v3"])
-    assert serving_suites.choose(suites, suites, CPU, other).plan is None
-    shared = serving_suites.Filters(models=["qwen3-30b-a3b"])
-    plan = serving_suites.choose(suites, suites, CPU, shared).plan
+    other = whole_models.Filters(models=["deepseek-v3"])
+    assert whole_models.choose(suites, suites, CPU, other).plan is None
+    shared = whole_models.Filters(models=["qwen3-30b-a3b"])
+    plan = whole_models.choose(suites, suites, CPU, shared).plan
     assert plan is not None
     assert plan.models == ("qwen3-30b-a3b",)
 
@@ -297,21 +289,21 @@ def test_engines_that_have_rows_are_not_started_again() -> None:
 
 
 def test_end_to_end_is_chosen_like_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    suites, choose = ["end_to_end", "rms_norm"], serving_suites.choose
-    filters = serving_suites.Filters(ops=["decoding"], implementations=["eager"], batches=[2])
+    suites, choose = ["end_to_end", "rms_norm"], whole_models.choose
+    filters = whole_models.Filters(ops=["decoding"], implementations=["eager"], batches=[2])
     assert choose(suites, suites, CPU, filters).blocks == {
         "ops": ["decoding"],
         "implementations": ["eager"],
         "batches": [2],
     }
     for other in ({"ops": ["rms_norm"]}, {"models": ["tiny"]}):
-        filters = serving_suites.Filters(**other)  # type: ignore[arg-type]
+        filters = whole_models.Filters(**other)  # type: ignore[arg-type]
         assert choose(suites, suites, CPU, filters).blocks is None
-    assert choose(["rms_norm"], [], CPU, serving_suites.Filters()).blocks is None
+    assert choose(["rms_norm"], [], CPU, whole_models.Filters()).blocks is None
     with pytest.raises(ArgumentError, match="has one model"):
-        choose(suites[:1], [], CPU, serving_suites.Filters(models=["tiny"]))
+        choose(suites[:1], [], CPU, whole_models.Filters(models=["tiny"]))
     with pytest.raises(ArgumentError, match=r"'eagr' \(did you mean eager\?\)"):
-        choose(suites, [], CPU, serving_suites.Filters(implementations=["eagr"]))
+        choose(suites, [], CPU, whole_models.Filters(implementations=["eagr"]))
 
 
 def test_another_gpu_than_the_first_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import gristmill
@@ -109,6 +110,18 @@ def test_bench_shows_an_earlier_run(run: Run, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "8x64" in page.read_text()
     assert path.read_text() == before
+
+
+def test_a_problem_that_does_not_fit_is_nobodys_mistake(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Any, task: Any) -> Any:
+        raise torch.OutOfMemoryError("no more")
+
+    monkeypatch.setattr("gristmill.bench.runner.Runner._measure", full)
+    result = run("bench --shape 8x64 --op rms_norm --peers none --device cpu")
+    assert result.exit_code == 0, result.output
+    assert "gristmill was not timed on rms_norm 8x64: not enough memory" in result.stdout
 
 
 def test_bench_fails_when_gristmill_is_wrong(
@@ -251,7 +264,8 @@ def test_a_run_that_was_ended_goes_on(
     cut = load(path)
     assert len(cut.rows) == 3
     assert cut.meta["finished"] is False
-    assert "was cut short" in run(f"bench --read {path}").stdout
+    told = run(f"bench --read {path}").stdout
+    assert "This run was cut short. Not measured: rms_norm (1 problem)." in told
 
     result = run(f"{line} --resume")
     assert result.exit_code == 0, result.output
@@ -265,6 +279,7 @@ def test_a_run_that_was_ended_goes_on(
         ("rms_norm", "4x64"),
     ]
     assert whole.meta["finished"] is True
+    assert whole.meta["unmeasured"] == []
     assert len(whole.meta["commands"]) >= 1
     assert len(measured) == 4
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from gristmill.errors import GristmillError
@@ -53,3 +54,17 @@ def in_fresh_process(
     except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
         raise GristmillError(f"{what} gave no answer: {error}") from error
     return answer
+
+
+def beyond_the_first(many: Sequence[float], few: Sequence[float], tokens: int) -> float:
+    """Time of a token after the first: of runs of `tokens` tokens, less that of runs of one.
+
+    GristmillError where a run of one took as long: then something else took the time.
+    """
+    found = (median(many) - median(few)) / (tokens - 1)
+    if found <= 0:
+        raise GristmillError(
+            f"{tokens} tokens took {median(many):.3g}, and one took {median(few):.3g}: the machine "
+            "is too busy to be measured"
+        )
+    return found

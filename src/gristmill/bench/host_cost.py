@@ -14,13 +14,14 @@ import torch.nn.functional as F
 import gristmill
 from gristmill import nvfp4
 from gristmill.bench.inputs import dtype_of
-from gristmill.bench.results import Results
+from gristmill.bench.results import OURS, Results, Row, described
 from gristmill.bench.suites import KINDS, known, written
 from gristmill.select.timing import time_host
 
 SUITE = "host_cost"
 SHAPES = ((1, 4096), (256, 4096))
 MODES = ("forward", "forward with grad", "backward")
+IMPLEMENTATIONS = (OURS, "eager")
 
 Calls = dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]
 Shapes = Sequence[tuple[int, ...]]
@@ -57,17 +58,24 @@ def run(
             about = {"op": op, "dtype": dtype, **_sizes(op, shape), "mode": mode}
             if results.has(**about):
                 continue
-            calls = host_calls(op, mode, shape, dtype_of(dtype), device)
-            best = dict.fromkeys(calls, float("inf"))
-            for _ in range(rounds):
-                for impl, (function, args) in calls.items():
-                    best[impl] = min(best[impl], time_host(function, args))
+            try:
+                best = _best(host_calls(op, mode, shape, dtype_of(dtype), device), rounds)
+                found: dict[str, Row] = {
+                    impl: {"host_us": round(us, 2)} for impl, us in best.items()
+                }
+            except Exception as error:  # one call must not take the rest of a run along
+                found = {impl: {"error": described(error)} for impl in IMPLEMENTATIONS}
             results.add(
-                [
-                    {"suite": SUITE, **about, "impl": impl, "host_us": round(us, 2)}
-                    for impl, us in best.items()
-                ]
+                [{"suite": SUITE, **about, "impl": impl, **one} for impl, one in found.items()]
             )
+
+
+def _best(calls: Calls, rounds: int) -> dict[str, float]:
+    best = dict.fromkeys(calls, float("inf"))
+    for _ in range(rounds):
+        for impl, (function, args) in calls.items():
+            best[impl] = min(best[impl], time_host(function, args))
+    return best
 
 
 def _sizes(op: str, shape: tuple[int, int]) -> dict[str, Any]:

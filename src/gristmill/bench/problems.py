@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from gristmill.bench.product_report import TIE
-from gristmill.bench.results import OURS, Results, Row, label
+from gristmill.bench.results import OURS, Results, Row, by_problem
 from gristmill.bench.suites import KINDS
 
 
@@ -68,20 +67,8 @@ def peer_of(row: Row) -> str:
 
 
 def problems_of(results: Results) -> list[Problem]:
-    """Every problem once; of one that several runs measured, the last that timed ours."""
-    found: dict[tuple[Any, ...], dict[Any, dict[str, Row]]] = {}
-    for row in results.kernels():
-        if "op" not in row or "impl" not in row:
-            continue
-        key = (row["op"], row["dtype"], label(row))
-        found.setdefault(key, {}).setdefault(row.get("run"), {})[row["impl"]] = row
-    problems = []
-    for (op, dtype, shape), by_run in found.items():
-        tries = [Problem(op, dtype, shape, row_of) for row_of in by_run.values()]
-        # Ratios are those of one run: rows of another are no part of them.
-        timed = [one for one in tries if one.ours is not None]
-        problems.append((timed or tries)[-1])
-    return problems
+    """Every problem once."""
+    return [Problem(*key, row_of) for key, row_of in by_problem(results.kernels()).items()]
 
 
 def by_op(problems: Sequence[Problem]) -> dict[tuple[str, str], list[Problem]]:

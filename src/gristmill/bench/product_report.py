@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from statistics import median
 
-from gristmill.bench.results import OURS, Row, fastest_peer, implementations
-from gristmill.bench.results import problems as by_problem
+from gristmill.bench.results import OURS, Row, by_problem, fastest_peer, implementations
 
 Grid = tuple[list[str], list[list[str]]]
 # Within 3% of a peer counts as level with it.
@@ -74,7 +73,7 @@ def _ratios(
     Or instead of M what `key` gives for a row.
     """
     found: dict[str, list[tuple[Hashable, float]]] = {}
-    for row_of in by_problem(list(rows)).values():
+    for row_of in by_problem(rows).values():
         ours = row_of.get(OURS, {})
         for name, row in row_of.items():
             if name != OURS and "us" in row and "us" in ours:
@@ -90,7 +89,7 @@ def _means_by(rows: Sequence[Row], what: str, key: Callable[[Row], Hashable]) ->
     if len(sizes) < 2 or not by_peer:
         return None
     best: dict[Hashable, list[float]] = {}
-    for row_of in by_problem(list(rows)).values():
+    for row_of in by_problem(rows).values():
         peer, ours = fastest_peer(row_of), row_of.get(OURS, {})
         if peer is not None and "us" in ours:
             best.setdefault(key(ours), []).append(peer["us"] / ours["us"])

@@ -10,33 +10,39 @@ from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
-from gristmill.bench import choices, product_report
+from gristmill.bench import explained, product_report
 from gristmill.bench.cold_start import report as cold_start_report
 from gristmill.bench.end_to_end import report as end_to_end_report
 from gristmill.bench.experts import report as expert_report
 from gristmill.bench.hugging_face import report as hugging_face_report
-from gristmill.bench.product_report import TIE, Grid, against, percent
+from gristmill.bench.product_report import TIE, Grid, against, count_of, percent
 from gristmill.bench.regret.report import remarks, sections
 from gristmill.bench.results import (
     OURS,
     Results,
     Row,
+    by_problem,
     fastest_peer,
     implementations,
     label,
     microseconds,
 )
-from gristmill.bench.results import problems as by_problem
+from gristmill.bench.runs import UNMEASURED, unmeasured
 from gristmill.bench.serving import report as serving_report
+from gristmill.bench.suites import KINDS
 
 # Columns of words; those of numbers are flush on the right.
 LEFT = {
     *("variant", "cache", "problem", "worst problem", "source", "picked", "best", "what"),
-    *choices.HEADER,
+    *explained.HEADER,
     serving_report.VARIANTS,
 }
-UNFINISHED = "This run was cut short, and has not everything that was asked for."
-CPU_NOTE = "On a CPU these times say nothing about a GPU: only the ratios mean anything."
+# As many notes that say the same are told one by one.
+_FEW_NOTES = 3
+CPU_NOTE = (
+    "No GPU took part: what ran of gristmill are its reference and library variants. Times of a "
+    "CPU say nothing about a GPU: only the ratios mean anything."
+)
 
 
 def print_results(results: Results, console: Console) -> None:
@@ -106,7 +112,7 @@ def markdown(results: Results) -> str:
 def summary(rows: Sequence[Row]) -> list[str]:
     """Per op the mean against the fastest peer and how many are behind; then the other costs."""
     ratios: dict[str, list[float]] = {}
-    for (op, *_), row_of in by_problem(list(rows)).items():
+    for (op, *_), row_of in by_problem(rows).items():
         ratio = _ratio(row_of)
         if ratio is not None:
             ratios.setdefault(op, []).append(ratio)
@@ -145,22 +151,62 @@ def _medians(rows: Sequence[Row], key: str, what: str, write: Callable[[float], 
 def notes(results: Results) -> list[str]:
     """What a reader must know beside the numbers: who is missing, who was wrong, what they mean."""
     lines = []
-    if not results.meta.get("finished", True):
-        lines.append(UNFINISHED)
+    if cut := cut_short(results):
+        lines.append(cut)
     if results.meta.get("device") == "cpu":
         lines.append(CPU_NOTE)
     if several := results.meta.get("runs"):
         told = [f"{one['file']} ({one.get('date')}, {one['rows']} rows)" for one in several]
         lines.append(f"Rows are from {len(several)} runs: {', '.join(told)}.")
-    lines += results.meta.get("notes", [])
+    lines += _together(results.meta.get("notes", []))
     for name, reason in results.meta.get("missing_peers", {}).items():
         lines.append(f"{name} took no part: {reason}")
     lines += remarks(results)
     reasons: dict[tuple[str, str, str], list[str]] = {}
     for row in results.failures():
-        reasons.setdefault((row["impl"], row["op"], row["error"]), []).append(label(row))
-    for (impl, op, reason), shapes in reasons.items():
-        lines.append(f"{impl} was not timed on {op} {', '.join(shapes)}: {reason}")
+        what = " ".join(filter(None, (label(row), row.get("mode"), row.get("cache"))))
+        reasons.setdefault((row["impl"], row["op"], row["error"]), []).append(what)
+    for (impl, op, reason), places in reasons.items():
+        about = f"{op} {', '.join(places)}".strip()
+        lines.append(f"{impl} was not timed on {about}: {reason}")
+    return lines
+
+
+def cut_short(results: Results) -> str | None:
+    """That something is missing, and what, as far as the run says it; None where all is there."""
+    meta = results.meta
+    cut = [one for one in meta.get("runs") or [meta] if one.get("finished") is False]
+    if not cut:
+        return None
+    names = ", ".join(str(one["file"]) for one in cut if one.get("file"))
+    told = f"Cut short: {names}" if names else "This run was cut short"
+    left: dict[str, list[str]] = {}
+    for one in unmeasured(results):
+        op = one.split()[0]
+        left.setdefault(KINDS[op].suite if op in KINDS else one, []).append(one)
+    if left:
+        parts = (f"{s} ({count_of(some)})" if some != [s] else s for s, some in left.items())
+        return f"{told}. Not measured: {', '.join(parts)}."
+    if all(UNMEASURED in one for one in cut):  # another run has what this one lacks
+        return None
+    if not names and meta.get("commands"):
+        last = meta["commands"][-1]
+        return f"{told}, and something may be missing: its last command did not end ({last})."
+    return f"{told}, and something may be missing."
+
+
+def _together(notes: Sequence[str]) -> list[str]:
+    """Many notes that say the same of different things as one, with their number."""
+    by_text: dict[str, list[str]] = {}
+    for note in notes:
+        by_text.setdefault(note.partition(": ")[2] or note, []).append(note)
+    lines = []
+    for text, same in by_text.items():
+        if len(same) <= _FEW_NOTES:
+            lines += same
+        else:
+            first = same[0].partition(": ")[0]
+            lines.append(f"{first} and {len(same) - 1} others: {text}")
     return lines
 
 
@@ -194,7 +240,7 @@ def _kernel_table(rows: list[Row], *, roof: bool) -> Grid:
         "variant",
     ]
     body = []
-    for (_, dtype, _, _, shape), row_of in by_problem(rows).items():
+    for (_, dtype, shape), row_of in by_problem(rows).items():
         ours, ratio = row_of.get(OURS, {}), _ratio(row_of)
         share = f"{ours['roof_share']:.0%}" if "roof_share" in ours else ""
         body.append(
@@ -224,7 +270,7 @@ def _time(row: Row | None) -> str:
 
 def _other_tables(rows: list[Row]) -> list[tuple[str, Grid]]:
     tables = []
-    host = [row for row in rows if "mode" in row]
+    host = [row for row in rows if "mode" in row and "host_us" in row]  # others failed: a note
     if host:
         names = implementations(host)
         calls: dict[tuple[str, str, str], dict[str, Any]] = {}
@@ -238,7 +284,7 @@ def _other_tables(rows: list[Row]) -> list[tuple[str, Grid]]:
             body.append([f"{op} {mode}", shape, *times, ratio])
         header = ["call", "problem", *names, "over eager"]
         tables.append(("host_cost: µs of host time per eager call", (header, body)))
-    for found in (cold_start_report.table(rows), choices.table(rows)):
+    for found in (cold_start_report.table(rows), explained.table(rows)):
         if found is not None:
             tables.append(found)
     tables += end_to_end_report.tables(rows)
@@ -251,7 +297,7 @@ def _rich(grid: Grid, title: str, *, ours: int) -> Table:
     for index, name in enumerate(header):
         right = index > 0 and name not in LEFT
         style = "bold" if index == ours else None
-        folds = name in choices.HEADER[2:]  # sentences
+        folds = name in explained.HEADER[2:]  # sentences
         justify: JustifyMethod = "right" if right else "left"
         table.add_column(name, justify=justify, style=style, no_wrap=not folds)
     for line in body:

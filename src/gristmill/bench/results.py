@@ -1,13 +1,14 @@
 """The rows of a benchmark run and the file they are kept in.
 
-    {"meta": {"gpu", "date", ..., "commands", "finished", "copy_tb_per_s", "method"},
+    {"meta": {"gpu", "date", ..., "commands", "finished", "unmeasured", "copy_tb_per_s", "method"},
      "rows": [{"op", "dtype", "M", "N", "shape", "impl", "us", "tb_per_s", ...}, ...]}
 
 One row per problem and implementation; M rows of N columns, whatever their shape, and K of a
 product of matrices. Mixtures of experts have "model", "routing", "E", "topk", "H" and "I" in the
 place of N and K. "peer" is the library of an implementation, "sets" the named sets of shapes that
 the problem belongs to. A row without "us" was not timed, and its "error" says why. Rows of suites
-other than those of kernel time name their "suite".
+other than those of kernel time name their "suite". "unmeasured" is what was asked for, by any of
+the commands, and has not been measured (see runs.py); a run is "finished" when that is nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,7 +73,7 @@ class Results:
 
     def kernels(self) -> list[Row]:
         """The rows of kernel time, also those of what could not be timed."""
-        # Files of before 0.2 have rows of host time and first calls that do not name their suite.
+        # Files of before 2026-11-16 have rows of host time and starts that do not name their suite.
         others = {"mode", "cache", "suite"}
         return [row for row in self.rows if not others & set(row)]
 
@@ -89,6 +91,8 @@ def load(path: Path) -> Results:
         meta, rows = data["meta"], data["rows"]
         if not isinstance(meta, dict) or not all(isinstance(row, dict) for row in rows):
             raise TypeError("meta is an object and rows are a list of objects")
+        if any("op" not in row or "impl" not in row for row in rows):
+            raise TypeError("each row names its op and its impl")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ArgumentError(f"{path} is not a file of benchmark results: {error}") from error
     return Results(meta, rows)
@@ -104,10 +108,19 @@ def identity(row: Row) -> tuple[Any, ...]:
     return (*problem_of(row), row.get("impl"))
 
 
-def first_line(error: BaseException) -> str:
-    """What a row says of an error: the first line of its message, without a terminal's colours."""
-    text = _COLOUR.sub("", str(error)).strip() or "no message"
-    return text.splitlines()[0][:300]
+def first_line(error: BaseException | str) -> str:
+    """The first line of an error's message, without a terminal's colours; two, if a colon ends it.
+
+    Compilers' messages go on for pages.
+    """
+    lines = [line.strip() for line in _COLOUR.sub("", str(error)).splitlines() if line.strip()]
+    count = 2 if lines and lines[0].endswith(":") else 1
+    return " ".join(lines[:count])[:300] or "no message"
+
+
+def described(error: BaseException) -> str:
+    """What a row says of an error: its kind and its first line."""
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def microseconds(us: float) -> str:
@@ -117,21 +130,28 @@ def microseconds(us: float) -> str:
 
 
 def label(row: Row) -> str:
+    """The problem of a row as tables write it; nothing, where it is about none."""
     if row.get("routing"):
         return f"{row['model']} M={row['M']} {row['routing']}"
-    return str(row["shape"]) if "shape" in row else f"{row['M']}x{row['N']}"
+    if "shape" in row:
+        return str(row["shape"])
+    return f"{row['M']}x{row['N']}" if "M" in row else ""
 
 
-def problems(rows: list[Row]) -> dict[tuple[Any, ...], dict[str, Row]]:
-    """Rows of one problem together, in the order measured.
+def by_problem(rows: Iterable[Row]) -> dict[tuple[str, str, str], dict[str, Row]]:
+    """Rows of kernel time of one problem together: (op, dtype, label) -> impl -> row.
 
-    (op, dtype, M, N, shape as it is written) -> impl -> row.
+    Of several runs that were merged, the rows of one: ratios are never of two. It is the last that
+    timed ours, if any did.
     """
-    found: dict[tuple[Any, ...], dict[str, Row]] = {}
+    found: dict[tuple[str, str, str], dict[Any, dict[str, Row]]] = {}
     for row in rows:
-        key = (row["op"], row["dtype"], row["M"], row.get("N"), label(row))
-        found.setdefault(key, {})[row["impl"]] = row
-    return found
+        of_run = found.setdefault((row["op"], row["dtype"], label(row)), {})
+        of_run.setdefault(row.get("run"), {})[row["impl"]] = row
+    return {
+        key: ([one for one in tries.values() if "us" in one.get(OURS, {})] or [*tries.values()])[-1]
+        for key, tries in found.items()
+    }
 
 
 def implementations(rows: list[Row]) -> list[str]:

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gristmill.bench import choices
+from gristmill.bench import explained
 from gristmill.bench.experts.inputs import Experts, make_calls, make_experts
 from gristmill.bench.experts.models import Model
 from gristmill.bench.inputs import Arguments, argument_sets, arguments, dtype_of, saved
 from gristmill.bench.peers import GRISTMILL, Builder, Function, Part, Peer
-from gristmill.bench.results import Results, Row, first_line, label
+from gristmill.bench.results import Results, Row, described, first_line, label
 from gristmill.bench.suites import Task
 from gristmill.bench.truth import Truth, by_reference
 from gristmill.errors import GristmillError
@@ -37,6 +37,8 @@ QUICK_SAMPLES = 5
 ROOF_PRODUCTS = {"cuda": (4096, 8192), "cpu": (512,)}
 # Up to here a launch can take longer than its kernel, so that the host's time matters.
 HOST_BYTES = 80_000_000
+# Of a problem that does not fit the device; nobody is wrong there.
+NO_MEMORY = "not enough memory for this problem"
 
 METHODS = {
     "cuda": "CUDA-graph replay over rotated sets of arguments (cold L2), implementations "
@@ -111,8 +113,7 @@ class Runner:
             try:
                 rows = self._measure(task)
             except torch.OutOfMemoryError as error:
-                reason = f"not enough memory for this problem: {first_line(error)}"
-                rows = self._failed(task, reason)
+                rows = self._failed(task, f"{NO_MEMORY}: {first_line(error)}")
             except DeviceLostError as error:
                 # The problem has rows now: who goes on with --resume does not meet it again.
                 self.results.add(self._failed(task, str(error)))
@@ -169,7 +170,7 @@ class Runner:
                 if out_of_memory and (task.model is None or peer is GRISTMILL):
                     raise
                 self._check_device(impl, error)
-                row["error"] = f"{type(error).__name__}: {first_line(error)}"
+                row["error"] = described(error)
             outputs = None  # before the next implementation needs the memory
         del truth  # before those that are timed need the memory
         if GRISTMILL.name in runnable:
@@ -220,7 +221,7 @@ class Runner:
         }
         if self.device.type == "cuda":
             return row
-        return {**row, **choices.told(op, args, samples=self.samples)}
+        return {**row, **explained.told(op, args, samples=self.samples)}
 
     def _time(
         self,
@@ -239,7 +240,7 @@ class Runner:
             row = rows[name]
             if not isinstance(timing, Timing):
                 self._check_device(name, timing)
-                row["error"] = f"while timing: {type(timing).__name__}: {first_line(timing)}"
+                row["error"] = f"while timing: {described(timing)}"
                 continue
             row["us"] = round(timing.us, 3)
             row["spread_us"] = round(timing.spread_us, 3)

@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gristmill.bench.results import Results, Row, identity, load
+from gristmill.bench.results import Results, Row, identity, label, load
 from gristmill.errors import ArgumentError
 
 # What the numbers of two parts of one run must have been made with.
 _SAME = ("gpu", "torch", "gristmill", "revision")
-_LISTS, _MAPPINGS = ("suites", "notes", "commands"), ("peers", "methods", "mm_tflop_per_s")
+# Problems of kernel time, as tasks are written, and other suites, with what was chosen of them.
+UNMEASURED = "unmeasured"
+_LISTS = ("suites", "notes", "commands", UNMEASURED)
+_MAPPINGS = ("peers", "methods", "mm_tflop_per_s")
 _COPIES = "copy_tb_per_s_by_mb"
 # Of a run that was merged into another.
 RUNS = "runs"
@@ -61,6 +64,29 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     }
     told += [f"{name} {one}, and here is {other}" for name, (one, other) in changed.items()]
     return "; ".join(told)
+
+
+def unmeasured(results: Results) -> list[str]:
+    """What was asked for and is not there: also what only a command before this one asked for."""
+    there = {f"{row['op']} {label(row)} {row['dtype']}" for row in results.kernels()}
+    return [one for one in results.meta.get(UNMEASURED, []) if one not in there]
+
+
+def complete(results: Results, asked: str) -> None:
+    """A suite that is not of kernel time is done, as far as it was `asked` for: "regret --quick".
+
+    All of a suite, asked for by its name alone, is also every part of it.
+    """
+    left = results.meta.get(UNMEASURED, [])
+    results.meta[UNMEASURED] = [one for one in left if asked not in (one, one.split()[0])]
+    results.save()
+
+
+def finish(results: Results) -> None:
+    """A command has ended; the run has, if all that was asked for is there."""
+    results.meta[UNMEASURED] = unmeasured(results)
+    results.meta["finished"] = not results.meta[UNMEASURED]
+    results.save()
 
 
 def read(paths: Sequence[Path]) -> Results:

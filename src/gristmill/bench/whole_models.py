@@ -6,7 +6,7 @@ implementations to choose from.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +50,16 @@ class Chosen:
     blocks: Mapping[str, Any] | None = None
     models: Collection[str] = ()
     notes: Sequence[str] = field(default_factory=list)
+
+    @property
+    def suites(self) -> list[str]:
+        """Those that are measured."""
+        there = {
+            end_to_end.SUITE: self.blocks is not None,
+            serving.SUITE: self.plan is not None,
+            hugging_face.SUITE: bool(self.cases),
+        }
+        return [suite for suite, is_there in there.items() if is_there]
 
 
 def choose(
@@ -140,18 +150,23 @@ def run(
     *,
     samples: int | None,
     quick: bool,
+    done: Callable[[str], None],
 ) -> None:
+    """Measure what was chosen; `done` is told about each suite when it is complete."""
     for text in chosen.notes:
         results.note(text)
     if chosen.blocks is not None:
         with progress(out, end_to_end.steps(device, quick, **chosen.blocks)) as advance:
             count = samples or (QUICK_SAMPLES if quick else SAMPLES)
             end_to_end.run(device, results, advance, samples=count, quick=quick, **chosen.blocks)
+        done(end_to_end.SUITE)
     if chosen.plan is not None:
         with progress(out, chosen.plan.steps) as advance:
             repeats = samples or (1 if quick else serving.REPEATS)
             serving.run(device, results, advance, chosen.plan, repeats=repeats)
+        done(serving.SUITE)
     if chosen.cases:
         with progress(out, len(chosen.cases)) as advance:
             usual = hugging_face.QUICK_REPEATS if quick else hugging_face.REPEATS
             hugging_face.run(device, results, advance, chosen.cases, repeats=samples or usual)
+        done(hugging_face.SUITE)

@@ -12,8 +12,7 @@ import torch
 import typer
 from rich.console import Console
 
-from gristmill.bench import host_cost, runner, runs
-from gristmill.bench import whole_models as serving_suites
+from gristmill.bench import host_cost, runner, runs, whole_models
 from gristmill.bench.ahead import compiling as ahead
 from gristmill.bench.choice import suite as choice
 from gristmill.bench.cold_start import suite as cold_start
@@ -51,7 +50,12 @@ def run(options: Options) -> None:
 
 
 def _is_ours(row: Row) -> bool:
-    """Rows of whole models say it themselves: gristmill may have a part in several of them."""
+    """Whether a failure is gristmill's. A problem that does not fit the device is nobody's.
+
+    Rows of whole models say it themselves: gristmill may have a part in several of them.
+    """
+    if row["error"].startswith(runner.NO_MEMORY):
+        return False
     return bool(row.get("ours", row["impl"] == OURS))
 
 
@@ -63,6 +67,7 @@ def _measured(plan: Plan, options: Options, out: Console) -> Results:
         "notes": list(plan.notes),
         "commands": [options.command],
         "finished": False,
+        runs.UNMEASURED: [*map(str, plan.tasks), *plan.others.values()],
     }
     results = runs.begin(meta, options.json, resume=options.resume)
     against = ", ".join(peer.name for peer in plan.peers)
@@ -72,11 +77,13 @@ def _measured(plan: Plan, options: Options, out: Console) -> Results:
         _measure_kernels(plan, results, options, out)
         _measure_costs(plan, results, options, out)
         _measure_regret(plan, results, options, out)
-        serving_suites.run(
-            plan.whole, plan.device, results, out, samples=options.samples, quick=options.quick
+        whole_models.run(
+            *(plan.whole, plan.device, results, out),
+            samples=options.samples,
+            quick=options.quick,
+            done=lambda suite: runs.complete(results, plan.others[suite]),
         )
-    results.meta["finished"] = True
-    results.save()
+    runs.finish(results)
     return results
 
 
@@ -144,21 +151,37 @@ def _measure_costs(plan: Plan, results: Results, options: Options, out: Console)
                 ops=ops,
                 shapes=plan.shapes,
             )
+        runs.complete(results, plan.others[host_cost.SUITE])
     if (ops := plan.names.get(cold_start.SUITE)) is not None:
         with progress(out, cold_start.steps(device, ops)) as advance:
             starts = options.samples or (1 if quick else 5)
             cold_start.run(device, results, advance, repeats=starts, names=ops)
+        runs.complete(results, plan.others[cold_start.SUITE])
     if (ops := plan.names.get(choice.SUITE)) is not None:
         steps = choice.planned(device, dtype=plan.dtype, repeats=repeats, names=ops)
         with progress(out, len(steps)) as advance:
             choice.run(steps, plan.dtype, results, advance)
+        runs.complete(results, plan.others[choice.SUITE])
 
 
 def _measure_regret(plan: Plan, results: Results, options: Options, out: Console) -> None:
+    if regret.SUITE not in plan.others:
+        return
     points = regret.todo(plan.points, results)
     grids = matrix.todo(plan.grids, results)
-    if not points and not grids:
-        return
+    if points or grids:
+        _measure_points(plan, points, grids, results, options, out)
+    runs.complete(results, plan.others[regret.SUITE])
+
+
+def _measure_points(
+    plan: Plan,
+    points: Sequence[families.Point],
+    grids: Sequence[matrix.Matrix],
+    results: Results,
+    options: Options,
+    out: Console,
+) -> None:
     device = plan.device
     results.meta.setdefault("method", runner.METHODS.get(device.type, runner.METHODS["cpu"]))
     sizes = [

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch
 
-from gristmill.bench import host_cost
-from gristmill.bench import whole_models as serving_suites
+from gristmill.bench import host_cost, whole_models
 from gristmill.bench.choice import suite as choice
 from gristmill.bench.cold_start import suite as cold_start
 from gristmill.bench.end_to_end import suite as end_to_end
@@ -27,6 +26,7 @@ from gristmill.cli.common import parse_dtype, parse_shape, torch_device
 from gristmill.errors import ArgumentError
 
 ALL = "all"
+_COSTS = (host_cost.SUITE, cold_start.SUITE, choice.SUITE)
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ class Plan:
     """What is measured: problems of kernel time with their peers, and those of other suites.
 
     `names`: for each of the others that takes part, the ops that were asked for; none means all.
+    `chosen`: the options that choose among what these suites have, as they are typed.
     """
 
     device: torch.device
@@ -76,7 +77,15 @@ class Plan:
     names: dict[str, list[str]]
     points: Sequence[families.Point]
     grids: Sequence[matrix.Matrix]
-    whole: serving_suites.Chosen = field(default_factory=serving_suites.Chosen)
+    whole: whole_models.Chosen = field(default_factory=whole_models.Chosen)
+    chosen: str = ""
+
+    @property
+    def others(self) -> dict[str, str]:
+        """Suites that are not of kernel time, each with what was `chosen` of it."""
+        suites = [suite for suite in _COSTS if suite in self.names]
+        suites += [regret.SUITE] if self.points or self.grids else []
+        return {suite: f"{suite} {self.chosen}".strip() for suite in [*suites, *self.whole.suites]}
 
     @property
     def dtype(self) -> str:
@@ -91,7 +100,7 @@ def plan_of(options: Options) -> Plan:
     device = torch_device(options.device)
     dtypes = [parse_dtype(dtype) for dtype in options.dtypes]
     shapes = [_shape(text) for text in options.shapes]
-    whole = serving_suites.choose(suites, options.suites, device, _filters(options))
+    whole = whole_models.choose(suites, options.suites, device, _filters(options))
     names = _names(suites, options.ops, device)
     found, notes, peers, missing = _kernel_tasks(suites, options, device, dtypes, shapes, whole)
     points: list[families.Point] = []
@@ -100,7 +109,7 @@ def plan_of(options: Options) -> Plan:
         points, grids = _regret(names[regret.SUITE], options, device, dtypes, shapes)
     return Plan(
         *(device, suites, dtypes, shapes, found, peers, missing, notes, names),
-        *(points, grids, whole),
+        *(points, grids, whole, _chosen(options)),
     )
 
 
@@ -134,7 +143,7 @@ def _kernel_tasks(
     device: torch.device,
     dtypes: Sequence[str],
     shapes: Sequence[Shape],
-    whole: serving_suites.Chosen,
+    whole: whole_models.Chosen,
 ) -> tuple[list[Task], list[str], list[Peer], dict[str, str]]:
     """Problems of kernel time, notes on what was left out, the peers, and who is missing."""
     kernels = [suite for suite in suites if suite in KERNEL_SUITES]
@@ -187,14 +196,25 @@ def _regret(
     ]
 
 
-def _filters(options: Options) -> serving_suites.Filters:
-    return serving_suites.Filters(
+def _filters(options: Options) -> whole_models.Filters:
+    return whole_models.Filters(
         ops=options.ops,
         models=options.models,
         implementations=options.implementations,
         batches=[_size(text, "sequences") for text in options.batches],
         quick=options.quick,
     )
+
+
+def _chosen(options: Options) -> str:
+    words = ["--quick"] if options.quick else []
+    for name, values in (
+        *(("--op", options.ops), ("--shape", options.shapes), ("--dtype", options.dtypes)),
+        *(("--models", options.models), ("--batches", options.batches)),
+        ("--impls", options.implementations),
+    ):
+        words += [f"{name} {value}" for value in values]
+    return " ".join(words)
 
 
 def _shape(text: str) -> Shape:

@@ -16,6 +16,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ import torch
 
 from gristmill.bench.inputs import dtype_of
 from gristmill.bench.peers import Peer
+from gristmill.bench.results import first_line
 from gristmill.bench.suites import Task, written
 from gristmill.errors import GristmillError
 from gristmill.jit.compilers import Compilable
@@ -43,6 +45,8 @@ _LARGE_PART = 4
 # Of the GPU's memory: for those that have the large problems together, and for all others.
 _LARGE_SHARE, _SMALL_SHARE = 0.68, 0.3
 _MOST_STARTS = 4
+# Of what a process wrote, the end is looked at when it has died; how long its end may take.
+_SAID_BYTES, _ENDING_S = 1 << 16, 10.0
 _CHILD = "gristmill.bench.ahead.child"
 # With the import path of the process that starts it, so that it compiles the same code.
 _SCRIPT = """
@@ -162,10 +166,11 @@ class _Server:
 
     def _made(self, worker: _Worker, task: Task) -> str:
         """Empty, or what went wrong with the process; what peers say is told when timed."""
-        if worker.make(task):
-            return ""
-        self._end()
-        return f"{task}: not compiled ahead, its process died or took too long"
+        why = worker.make(task)
+        if why:
+            self._end()
+            return f"{task}: not compiled ahead, its process {why}"
+        return ""
 
     def _end(self) -> None:
         if self._worker is not None:
@@ -179,37 +184,63 @@ class _Worker:
     def __init__(self, told: dict[str, Any], over: threading.Event) -> None:
         paths = json.dumps([str(Path(entry).resolve()) for entry in sys.path])
         self._over = over
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _SCRIPT, paths, _CHILD, json.dumps(told)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # so that it can be ended with its own children
-        )
+        # A file, because a pipe would fill up; `end` closes it.
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _SCRIPT, paths, _CHILD, json.dumps(told)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._said,
+                start_new_session=True,  # so that it can be ended with its own children
+            )
+        except OSError:
+            self._said.close()
+            raise
         self._limit = START_LIMIT_S + TASK_LIMIT_S
 
-    def make(self, task: Task) -> bool:
+    def make(self, task: Task) -> str:
+        """Empty, or what became of the process."""
         assert self._process.stdin is not None
         words = [task.name, written(task.shape), task.dtype]
         try:
             self._process.stdin.write(f"{json.dumps(words)}\n".encode())
             self._process.stdin.flush()
         except OSError:
-            return False
-        answered = self._answered(self._limit)
-        self._limit = TASK_LIMIT_S
-        return answered
+            return self._died()
+        limit_s, self._limit = self._limit, TASK_LIMIT_S
+        return self._answered(limit_s)
 
-    def _answered(self, limit_s: float) -> bool:
-        """Wait for a line; False if the process ended, or it took too long."""
+    def _answered(self, limit_s: float) -> str:
+        """Wait for a line; what became of the process, if none comes."""
         assert self._process.stdout is not None
         end, pipe = time.monotonic() + limit_s, self._process.stdout.fileno()
         while time.monotonic() < end and not self._over.is_set():
             if select.select([pipe], [], [], 0.5)[0]:
-                return os.read(pipe, 1 << 16).endswith(b"\n")
-        return False
+                return "" if os.read(pipe, 1 << 16).endswith(b"\n") else self._died()
+        return f"took longer than {limit_s:.0f} s"
+
+    def _died(self) -> str:
+        try:
+            code = self._process.wait(_ENDING_S)
+        except subprocess.TimeoutExpired:
+            return "has closed its pipe"
+        self._said.seek(max(0, self._said.seek(0, os.SEEK_END) - _SAID_BYTES))
+        said = last_error(self._said.read().decode(errors="replace"))
+        return f"died: {said}" if said else f"died with exit code {code}"
 
     def end(self) -> None:
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self._said.close()
+
+
+def last_error(text: str) -> str:
+    """Of what a process wrote before it died, the error: its first line, or else the last line."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    begins = [index for index, line in enumerate(lines) if line.startswith("Traceback (most")]
+    after = lines[begins[-1] + 1 :] if begins else []
+    # The frames are indented; what follows them is the error, of as many lines as it likes.
+    told = next((line for line in after if not line[0].isspace()), lines[-1] if lines else "")
+    return first_line(told) if told else ""

@@ -163,8 +163,10 @@ def _of_row(row: Row, *, copies: bool) -> Iterator[tuple[str, str, Reading]]:
         error = _of_range(row["beyond_s"], spread, row.get("repeats", 1))
         yield "start", impl, Reading(row["beyond_s"], error, **about)
         yield "start", TORCH, Reading(row["torch_s"], 0.0, TORCH)
-    if row.get("ms"):
-        error = _of_range(row["ms"], row.get("spread_ms", 0.0), row.get("repeats", 1))
+    if (row.get("ms") or 0) > 0:  # a difference of two times can come out negative, and is none
+        # Rows of a block tell the interquartile range of samples, those of whole models the range.
+        of = _of_spread if row.get("suite") == "end_to_end" else _of_range
+        error = of(row["ms"], row.get("spread_ms", 0.0), row.get("repeats", 1))
         yield "model", impl, Reading(row["ms"], error, choice=_choices(row), **about)
     if "regret" in row:
         yield "regret", impl, _regret(row, about)

@@ -35,11 +35,10 @@ from gristmill.bench.end_to_end.problem import (
     SEED,
     Problem,
     compiled,
-    described,
     first_call,
     times,
 )
-from gristmill.bench.results import Row
+from gristmill.bench.results import Row, described
 from gristmill.nn import NVFP4Linear, NVFP4MoE
 from gristmill.select.copies import rotation_count
 from gristmill.select.device import device_of

@@ -11,7 +11,7 @@ import torch
 
 from gristmill.bench.end_to_end.model import Sizes
 from gristmill.bench.end_to_end.pieces import Implementation
-from gristmill.bench.results import Row
+from gristmill.bench.results import Row, described
 
 SUITE = "end_to_end"
 SEED = 20
@@ -78,11 +78,6 @@ class Problem:
         about = self.row
         there = {row["impl"] for row in rows if all(row.get(key) == about[key] for key in about)}
         return {one.name for one in self.implementations} <= there
-
-
-def described(error: BaseException) -> str:
-    lines = (str(error).strip() or "no message").splitlines()
-    return f"{type(error).__name__}: {lines[0][:300]}"
 
 
 def compiled(function: Callable[..., _T]) -> Callable[..., _T]:

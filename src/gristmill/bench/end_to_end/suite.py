@@ -12,8 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from gristmill.bench.end_to_end import decoding as end_to_end_decoding
-from gristmill.bench.end_to_end import training as end_to_end_training
+from gristmill.bench.end_to_end import decoding, training
 from gristmill.bench.end_to_end.model import LLAMA, QWEN, TINY, TINY_MIXTURE
 from gristmill.bench.end_to_end.pieces import DECODING, TRAINING, TRAINING_BLOCK, Implementation
 from gristmill.bench.end_to_end.problem import SUITE, Problem
@@ -134,7 +133,7 @@ def run(
             continue
         # Every problem is compiled anew: past a few shapes Dynamo would not compile at all.
         torch._dynamo.reset()
-        way = end_to_end_training if problem.is_training else end_to_end_decoding
+        way = training if problem.is_training else decoding
         try:
             rows = way.measure(problem, device, samples)
         except Exception as error:  # what is wrong with one problem must not take the others along

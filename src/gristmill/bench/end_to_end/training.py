@@ -30,12 +30,11 @@ from gristmill.bench.end_to_end.problem import (
     SEED,
     Problem,
     compiled,
-    described,
     first_call,
     synchronize,
     times,
 )
-from gristmill.bench.results import Row
+from gristmill.bench.results import Row, described
 
 HEAD = "training"  # the op with head and loss; the other is the block alone
 Step = Callable[[], dict[str, Tensor]]

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 import gristmill
+from gristmill.bench.fresh import beyond_the_first
 from gristmill.bench.hugging_face.models import Sizes, llama, tokens
 from gristmill.bench.hugging_face.steps import Steps, difference
-from gristmill.bench.serving.processes import described
+from gristmill.bench.results import described
 
 Answer = dict[str, Any]
 LEARNING_RATE = 1e-4
@@ -163,7 +164,7 @@ def _generated(model: Any, ids: torch.Tensor, sizes: Sizes, spec: Mapping[str, A
     for _ in range(spec["repeats"]):
         few.append(_milliseconds(lambda: generate(1), device))
         many.append(_milliseconds(lambda: generate(sizes.tokens), device))
-    ms = (median(many) - median(few)) / (sizes.tokens - 1)
+    ms = beyond_the_first(many, few, sizes.tokens)
     watch = _Watch()
     generate(sizes.tokens, streamer=watch)
     return {

@@ -16,7 +16,7 @@ from gristmill.bench.page.heatmap import heat_maps
 from gristmill.bench.page.html import Html, element, join
 from gristmill.bench.page.ops import losses_table, op_parts, stem_of
 from gristmill.bench.problems import by_op, problems_of
-from gristmill.bench.report import CPU_NOTE
+from gristmill.bench.report import CPU_NOTE, cut_short
 from gristmill.bench.results import Results
 
 SUMMARY = (
@@ -77,7 +77,7 @@ def _sections(results: Results) -> list[tuple[str, str, Html]]:
         ("method", "Method and runs", join([methods(results), runs(results)], "\n")),
         ("notes", "Notes and failures", sections.failures(results)),
     ]
-    if (chosen := sections.choices(results)) is not None:
+    if (chosen := sections.reasons(results)) is not None:
         found.insert(1, ("choices", "What is chosen, and why", chosen))
     return found
 
@@ -100,11 +100,8 @@ def _banner(results: Results, title: str) -> Html:
     ]
     if meta.get("device") == "cpu":
         parts.append(element("p", element("strong", CPU_NOTE), class_="loud", role="note"))
-    cut = [one for one in meta.get("runs") or [meta] if one.get("finished") is False]
-    if cut:
-        names = ", ".join(str(one["file"]) for one in cut if one.get("file"))
-        text = f"Cut short, so that something may be missing: {names or 'this run'}."
-        parts.append(element("p", element("strong", text), class_="loud", role="note"))
+    if cut := cut_short(results):
+        parts.append(element("p", element("strong", cut), class_="loud", role="note"))
     return join(parts, "\n")
 
 

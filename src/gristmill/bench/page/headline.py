@@ -89,20 +89,6 @@ class Headline:
     def started(self, cache: str) -> tuple[Start, ...]:
         return tuple(start for start in self.starts if start.cache == cache)
 
-    def markdown(self) -> str:
-        """A table with a line for each family, then a line for each of the other numbers."""
-        header = ["", "best peer", *self.peers, f"of roof, above {ROOF_BYTES // 10**6} MB"]
-        lines = [header, [":--", *["--:"] * (len(header) - 1)]]
-        for family in (*self.families, self.overall):
-            told = [family.best, *(family.peers.get(name) for name in self.peers)]
-            cells = [_against(one) for one in told]
-            if family.best is None and not family.peers:
-                cells[0] = NOT_MEASURED
-            lines.append([family.name, *cells, _roof(family.roof)])
-        parts = ["\n".join("| " + " | ".join(line) + " |" for line in lines)]
-        parts += [f"- {name}: {text}" for name, text in self.facts()]
-        return parts[0] + "\n\n" + "\n".join(parts[1:]) + "\n"
-
     def facts(self) -> list[tuple[str, str]]:
         """What is not a ratio to a peer, each as a name and a sentence."""
         return [
@@ -206,16 +192,6 @@ def number(ratio: float) -> str:
 
 def times(ratio: float) -> str:
     return f"{number(ratio)}x"
-
-
-def _against(one: Against | None) -> str:
-    if one is None:
-        return "–"
-    return f"{times(one.ratio)} ({one.problems}, {one.behind} behind)"
-
-
-def _roof(roof: Roof | None) -> str:
-    return "–" if roof is None else f"{roof.mean:.0%} ({roof.problems}, least {roof.least:.0%})"
 
 
 def _regret(regret: Regret | None) -> str:

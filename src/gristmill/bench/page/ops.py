@@ -72,7 +72,7 @@ def rows_table(op: str, some: Sequence[Problem], device: str) -> Html:
         head = f"th scope=rowgroup id={anchor_of(problem)}"
         lines.append(row([cell(title, name=head, span=len(header))], "p"))
         names = sorted(problem.row_of, key=lambda name: (name != OURS, _us(problem.row_of[name])))
-        lines += [_line(problem, problem.row_of[name]) for name in names]
+        lines += [_line(problem, problem.row_of[name], roof=device != "cpu") for name in names]
     caption = f"{op}: every implementation of every problem"
     return table(caption, header, lines, class_="rows", words=(0, 7), shown=False)
 
@@ -81,7 +81,7 @@ def _us(one: Row) -> float:
     return float(one.get("us", float("inf")))
 
 
-def _line(problem: Problem, one: Row) -> Html:
+def _line(problem: Problem, one: Row, *, roof: bool) -> Html:
     head = cell(one["impl"], "o" if one["impl"] == OURS else "", name="th scope=row")
     if "us" not in one:
         return row([head, cell(f"not timed: {one.get('error')}", "l f", span=len(_HEADER) - 1)])
@@ -92,8 +92,8 @@ def _line(problem: Problem, one: Row) -> Html:
         microseconds(one["us"]),
         f"{one['spread_us']:.2g}" if "spread_us" in one else "",
         ratio,
-        f"{one['roof_share']:.0%}" if "roof_share" in one else "",
-        "" if rate is None else microseconds(rate),
+        f"{one['roof_share']:.0%}" if roof and "roof_share" in one else "",
+        microseconds(rate) if roof and rate is not None else "",
         error_of(one),
     ]
     chosen = choice_of(one)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from gristmill.bench.choices import table as table_of_choices
+from gristmill.bench import explained
 from gristmill.bench.cold_start import report as cold_start_report
 from gristmill.bench.commands import command_of, suite_of
 from gristmill.bench.end_to_end import report as end_to_end_report
@@ -101,6 +101,8 @@ def host(results: Results, charts: Mapping[str, Html]) -> Html:
     rows = rows_of(results, "host_cost")
     calls: dict[tuple[str, str, str], dict[str, float]] = {}
     for one in rows:
+        if "host_us" not in one:  # it failed, and is told at the end
+            continue
         call = (one["op"], one["mode"], label(one))
         calls.setdefault(call, {})[one["impl"]] = one["host_us"]
     if not calls:
@@ -131,9 +133,9 @@ def choice(results: Results) -> Html:
     return join([*drawn, commands(rows, results)], "\n")
 
 
-def choices(results: Results) -> Html | None:
+def reasons(results: Results) -> Html | None:
     """What was picked, and why: told by runs on a CPU, where times say little."""
-    found = table_of_choices(results.kernels())
+    found = explained.table(results.kernels())
     return None if found is None else grid_table(*found, class_="told")
 
 

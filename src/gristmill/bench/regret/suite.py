@@ -24,7 +24,7 @@ import torch
 from gristmill.bench.check import WrongResultError, check
 from gristmill.bench.inputs import Arguments
 from gristmill.bench.regret.families import Point
-from gristmill.bench.results import OURS, Results, Row, first_line
+from gristmill.bench.results import OURS, Results, Row, described, first_line
 from gristmill.errors import GristmillError
 from gristmill.jit.compilers import Compilable
 from gristmill.ops.op import Op
@@ -82,7 +82,7 @@ def run(points: Sequence[Point], device: torch.device, results: Results, advance
         except torch.OutOfMemoryError as error:
             results.note(f"left out: {point}: not enough memory: {first_line(error)}")
         except (GristmillError, RuntimeError) as error:
-            results.add([{**_head(point), "error": f"{type(error).__name__}: {first_line(error)}"}])
+            results.add([{**_head(point), "error": described(error)}])
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -165,7 +165,7 @@ def field_of(op: Op, problem: Problem, args: Arguments) -> Field:
                 except Exception as error:  # it may fail in any way: it is reported, not timed
                     if isinstance(error, WrongResultError):
                         differing.append(name)
-                    failures[name] = f"{type(error).__name__}: {first_line(error)}"
+                    failures[name] = described(error)
     return Field(str(picked), choice.source, plans, named, failures, differing)
 
 

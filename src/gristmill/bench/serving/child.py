@@ -16,7 +16,9 @@ from typing import Any
 import torch
 
 import gristmill
-from gristmill.bench.serving.processes import described, end_with, wait_for_turn, write_answer
+from gristmill.bench.fresh import beyond_the_first
+from gristmill.bench.results import described
+from gristmill.bench.serving.processes import end_with, wait_for_turn, write_answer
 
 WARM_TOKENS = 8
 PROFILED_TOKENS = 9
@@ -84,7 +86,7 @@ class _Engine:
             few.append(self._seconds(batch, 1))
             many.append(self._seconds(batch, tokens))
         steps = tokens - 1
-        step_s = (median(many) - median(few)) / steps
+        step_s = beyond_the_first(many, few, tokens)
         return {
             "batch": batch,
             "ms": round(step_s * 1e3, 4),

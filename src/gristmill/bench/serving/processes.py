@@ -162,13 +162,6 @@ def write_answer(place: Path, answer: Mapping[str, Any]) -> None:
     os.replace(partial, place / "answer.json")
 
 
-def described(error: BaseException) -> str:
-    """The kind of an error and its first line, or two; compilers' go on for pages."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    count = 2 if lines and lines[0].endswith(":") else 1
-    return f"{type(error).__name__}: {' '.join(lines[:count])[:400] or 'no message'}"
-
-
 def _wait(done: Callable[[], bool], limit_s: float) -> None:
     end = time.monotonic() + limit_s
     while not done() and time.monotonic() < end:

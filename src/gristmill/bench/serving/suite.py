@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from gristmill.bench.results import Results, Row
-from gristmill.bench.serving import processes as serving_processes
+from gristmill.bench.serving import processes
 from gristmill.bench.serving.models import (
     KNOWN,
     MODELS,
@@ -166,8 +166,8 @@ def _run_wave(
         write_config(folder / "models" / one.name, model, nvfp4=one.nvfp4)
         told = spec(model, one, chosen.batches, device, repeats, folder / "models" / one.name)
         place = folder / "runs" / one.name
-        started.append(serving_processes.start(one.name, _CHILD, told, environment(device), place))
-    answers = serving_processes.in_turns(
+        started.append(processes.start(one.name, _CHILD, told, environment(device), place))
+    answers = processes.in_turns(
         started,
         lambda name: advance(f"{SUITE} {model}, {name}"),
         start_limit_s=START_LIMIT_S,
