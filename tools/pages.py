@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+import pages_coverage
 import pages_measured
 import pages_settings
 import pages_support
@@ -41,6 +42,9 @@ MEASURED: dict[str, Callable[..., str]] = {
     "machine": pages_measured.machine,
     "plots": pages_measured.plots,
     "losses": pages_measured.losses,
+    "coverage": pages_coverage.coverage,
+    "sets": pages_coverage.by_set,
+    "blocks": pages_coverage.blocks,
 }
 # Blocks that are filled from runs of their own, by hand.
 BY_HAND = ("cutedsl",)

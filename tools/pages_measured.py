@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import statistics
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from pages_coverage import how_much, lost, measured_of
 from pages_text import Page, joined
 from pages_text import table as written
 
 from gristmill.bench.charts import draw
 from gristmill.bench.page import headline
+from gristmill.bench.page.headline import Family
 from gristmill.bench.problems import Problem, problems_of
 from gristmill.bench.product_report import TIE
 from gristmill.bench.results import OURS, Results, microseconds
 from gristmill.bench.results import load as read
-from gristmill.bench.suites import KINDS
+from gristmill.bench.suites import KINDS, tasks
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN = "benchmarks/results/h200-2026-11-16/all/results.json"
 WORST = 20
+# Charts that the page of results has in places of their own.
+ELSEWHERE = ("headline", "end_to_end")
 
 
 def load(files: Sequence[Path]) -> Results | None:
@@ -45,15 +49,55 @@ def measured(page: Page, results: Results) -> str:
     """On the page of an op what was measured of it; elsewhere the headline."""
     if page.name.startswith("docs/ops/"):
         return _of_ops(page, results)
-    meta = results.meta
+    return _headline(page, results)
+
+
+def _headline(page: Page, results: Results) -> str:
+    """A table that fits a screen, with losses in columns of their own, and lines beneath it."""
+    meta, told = results.meta, headline(results)
+    dtypes = joined(list(dict.fromkeys(one.dtype for one, _ in compared(results))))
     what = (
-        f"One {meta['gpu']}, {meta['date']}: how many times faster than each peer (geometric mean "
-        "of times over ours; in brackets how many problems, and on how many ours is more than 3% "
-        "slower), and the share of the roof, a copy of the same bytes or torch's fastest product "
-        f"in the same run. [Where it loses]({page.link('docs/results.md')}#where-it-loses), "
-        f"[how it is measured]({page.link('docs/benchmarks.md')})."
+        f"One {meta['gpu']}, {meta['date']}, {dtypes}: {how_much(results)}. Times of each peer "
+        "over ours, geometric means: above 1 gristmill is faster. Behind: where the fastest peer "
+        "is faster by more than 3%. Worst: the lowest ratio to the fastest peer. Roof: what a copy "
+        "of the same bytes takes, or the operations at the rate of torch's fastest product, over "
+        "what ours takes, above 250 MB."
     )
-    return f"{_wrapped(what)}\n\n{headline(results).markdown()}"
+    worst: dict[str, float] = {}
+    for one, ratio in compared(results):
+        for name in (one.suite, "all"):
+            worst[name] = min(ratio, worst.get(name, ratio))
+    # One that took part in a single suite has no column of its own.
+    often = [name for name in told.peers if sum(name in one.peers for one in told.families) > 1]
+    rows = [
+        _family_row(family, measured_of(family.name, results), worst, often)
+        for family in (*told.families, told.overall)
+    ]
+    head = ("", "problems", "best peer", "behind", "worst", *often, "others", "roof")
+    behind = f"Behind, by [set of shapes]({page.link('docs/benchmarks.md')}#shapes)"
+    facts = [(behind, lost(results) or "none"), *told.facts()]
+    lines = "\n".join(f"- {name}: {text}" for name, text in facts)
+    return f"{_wrapped(what)}\n\n{written(head, rows, right=range(1, len(head)))}\n\n{lines}"
+
+
+def _family_row(
+    family: Family, problems: str, worst: Mapping[str, float], often: Sequence[str]
+) -> tuple[str, ...]:
+    best = family.best
+    if best is None:
+        return (family.name, problems, *[""] * (len(often) + 5))
+    ratios = {name: f"{one.ratio:.2f}x" for name, one in family.peers.items()}
+    others = [f"{name} {text}" for name, text in ratios.items() if name not in often]
+    return (
+        family.name,
+        problems,
+        f"{best.ratio:.2f}x",
+        str(best.behind),
+        f"{worst[family.name]:.2f}x",
+        *(ratios.get(name, "") for name in often),
+        "" if family.name == "all" else ", ".join(others),
+        "" if family.roof is None else f"{family.roof.mean:.0%}",
+    )
 
 
 def machine(page: Page, results: Results) -> str:
@@ -81,7 +125,7 @@ def plots(page: Page, results: Results) -> str:
     parts: list[str] = []
     told = ""
     for stem, chart in draw(results).items():
-        if stem == "headline" or stem.endswith(("_float16", "_float32")):
+        if stem in ELSEWHERE or stem.endswith(("_float16", "_float32")):
             continue
         parts += [f"### {chart.title}", _image(page, stem, chart.title)]
         if chart.note and chart.note != told:
@@ -134,6 +178,9 @@ def _of_ops(page: Page, results: Results) -> str:
         "Times of others over ours: above 1 gristmill is faster.",
         _summary(found),
     ]
+    absent = [f"`{name}`" for name in names if all(one.op != name for one, _ in found)]
+    if absent:
+        parts.append(f"Of this page not in that run: {joined(absent)}.")
     behind = _behind(found)
     if behind:
         worst = [
@@ -161,7 +208,9 @@ def _summary(found: list[tuple[Problem, float]]) -> str:
     rows = []
     for op, dtype in dict.fromkeys((one.op, one.dtype) for one, _ in found):
         some = [(one, ratio) for one, ratio in found if (one.op, one.dtype) == (op, dtype)]
-        cells = [f"`{op}`", dtype, str(len(some)), _mean([ratio for _, ratio in some])]
+        whole = len(tasks("cuda", names=(op,))[0])
+        count = str(whole) if len(some) >= whole else f"{len(some)} of {whole}"
+        cells = [f"`{op}`", dtype, count, _mean([ratio for _, ratio in some])]
         for name in peers:
             met = [one for one, _ in some if name in one.peers]
             ratios = [one.peers[name]["us"] / one.row_of[OURS]["us"] for one in met]

@@ -13,11 +13,13 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
 import pages  # noqa: E402
+import pages_coverage  # noqa: E402
 import pages_measured  # noqa: E402
 from pages_settings import MORE, table  # noqa: E402
 from pages_text import Page, filled, joined  # noqa: E402
 
 from gristmill.bench.results import Results  # noqa: E402
+from gristmill.bench.suites import tasks  # noqa: E402
 from gristmill.settings import VARIABLES  # noqa: E402
 
 PINNED = re.search(r"^TORCH \?= torch==([\d.]+)$", (ROOT / "Makefile").read_text(), re.M)
@@ -99,7 +101,10 @@ def test_figures_are_those_of_the_run() -> None:
     results = Results({"gpu": "a GPU", "date": "2026-11-16", "device": "cuda"}, rows)
     on_op_page = pages_measured.measured(Page(ROOT / "docs/ops/softmax.md", ROOT), results)
     assert "One a GPU, 2026-11-16" in on_op_page
-    assert "| `softmax` | bfloat16 | 2 | 1.00x | 1.00x | 2.00x | 50% |" in on_op_page
+    assert "| `softmax` | bfloat16 | 2 of 44 | 1.00x | 1.00x | 2.00x | 50% |" in on_op_page
+    assert (
+        "not in that run: `softmax_bwd`, `softmax_causal` and `softmax_causal_bwd`." in on_op_page
+    )
     assert "fastest peer: `softmax` 16x8192 in bfloat16, 0.50x (quack)." in on_op_page
     assert "](../plots/softmax.svg)" in on_op_page
     lost = pages_measured.losses(Page(ROOT / "docs/results.md", ROOT), results)
@@ -108,3 +113,46 @@ def test_figures_are_those_of_the_run() -> None:
     assert "64x4096" not in lost
     nothing = pages_measured.measured(Page(ROOT / "docs/ops/moe.md", ROOT), results)
     assert nothing == "Nothing of this page was measured in the committed run."
+
+
+OURS_WINS, OURS_LOSES = {"gristmill": 10.0, "quack": 20.0}, {"gristmill": 10.0, "quack": 5.0}
+
+
+def test_what_a_run_lacks_and_loses_is_told() -> None:
+    """Of two softmaxes one is lost; the rest of the suites is missing, and one step was wrong."""
+    rows = [
+        *({**timed("64x4096", name, us), "sets": ["decode"]} for name, us in OURS_WINS.items()),
+        *({**timed("33x65537", name, us), "sets": ["odd"]} for name, us in OURS_LOSES.items()),
+        {"suite": "end_to_end", "op": "training", "shape": "2x8", "impl": "eager", "ms": 12.34},
+        {
+            "suite": "end_to_end",
+            "op": "training",
+            "shape": "2x8",
+            "impl": "liger",
+            "error": "WrongResultError: the loss is 1, not 2",
+        },
+    ]
+    rows[0]["source"] = "shipped table"
+    meta = {"gpu": "a GPU", "date": "2026-11-16", "device": "cuda", "finished": False}
+    results, page = Results(meta, rows), Page(ROOT / "docs/results.md", ROOT)
+
+    told = pages_coverage.coverage(page, results)
+    whole = len(tasks("cuda", suites=("softmax",))[0])
+    assert f"| `softmax` | 2 of {whole} | `softmax` 2 of 44, `softmax_bwd` none," in told
+    assert "| `moe` | none | `moe` none |  |" in told
+    assert "| `regret` | not in this run |  |  |" in told
+    assert "| `end_to_end` | 2 rows |  |  |" in told
+    assert "On 1 of the 2 problems gristmill ran a launch of its shipped table, on 1 one by" in told
+
+    sets = pages_coverage.by_set(page, results).splitlines()
+    assert sets[2:] == ["| `odd` | 1 | 0.50x | 1 | 0.50x |", "| `decode` | 1 | 2.00x | 0 | 2.00x |"]
+
+    steps = pages_coverage.blocks(page, results)
+    assert "| `training`, 2x8 | 12.3 | not timed |" in steps
+    assert "`liger` in `training`: the loss is 1, not 2." in steps
+
+    short = pages_measured.measured(Page(ROOT / "README.md", ROOT), results)
+    assert "2 of 460 problems, and none of `rms_norm`" in short
+    assert "a time limit cut the run short" in short
+    assert f"| softmax | 2 of {whole} | 1.00x | 1 | 0.50x | quack 1.00x |  |" in short
+    assert "#shapes): `odd` 1 of 1 (worst 0.50x)\n" in short
