@@ -79,7 +79,7 @@ class Gpu:
         self.launches: list[tuple[str, tuple[Any, ...]]] = []
         for name, stand_in in {
             "prepare": lambda call, index: self._start(call.name),
-            "prepare_triton": lambda program, index, **rest: self._start(program.function),
+            "prepare_separate": lambda program, index, **rest: self._start(program.function),
             "scratch_bytes": lambda program, index: 128,
             "resident_programs": lambda program, index: 2,
             "resident_blocks": lambda *args: 2,

@@ -52,18 +52,18 @@ class Day:
         self.arch = arch
         self._numbers = itertools.count()
         monkeypatch.setattr(op_module, "device_of", lambda device: self.device)
-        prepare, prepare_triton = launch.prepare, launch.prepare_triton
+        prepare, prepare_separate = launch.prepare, launch.prepare_separate
 
         def keyed(call: Any, index: int) -> Any:
             self._compile(call.program)
             return prepare(call, index)
 
-        def keyed_triton(program: Any, index: int, **rest: Any) -> Any:
+        def keyed_separate(program: Any, index: int, **rest: Any) -> Any:
             self._compile(program)
-            return prepare_triton(program, index, **rest)
+            return prepare_separate(program, index, **rest)
 
         monkeypatch.setattr(launch, "prepare", keyed)
-        monkeypatch.setattr(launch, "prepare_triton", keyed_triton)
+        monkeypatch.setattr(launch, "prepare_separate", keyed_separate)
 
     def pass_by(self, shapes: int) -> int:
         """So many shapes of each op; how many calls that were."""

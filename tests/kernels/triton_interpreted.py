@@ -61,7 +61,7 @@ def _prepare(
     return run
 
 
-launch.prepare_triton = _prepare
+launch.prepare_separate = _prepare
 launch.current_stream = lambda index: 0
 launch.empty = lambda count, dtype, index: torch.full((count,), 77, dtype=dtype)  # not zeros
 launch.resident_programs = lambda program, index: 1

@@ -145,7 +145,7 @@ def _tensor(
 
 
 for owner, name, stand_in in (
-    (launch, "prepare_triton", _prepare),
+    (launch, "prepare_separate", _prepare),
     (launch, "current_stream", lambda index: 0),
     (launch, "empty", _empty),
     (Routing, "prepare", _route),

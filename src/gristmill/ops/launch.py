@@ -11,6 +11,7 @@ import torch
 
 from gristmill.errors import DriverError
 from gristmill.jit import Compilable, Kernel, Launch, Program, TritonProgram, kernel
+from gristmill.jit.cutedsl import CuteProgram
 from gristmill.ops.memory import give_back, is_lack
 
 T = TypeVar("T")
@@ -57,12 +58,13 @@ def prepare(call: KernelCall, device_index: int) -> Launch:
     )
 
 
-def prepare_triton(
-    program: TritonProgram, device_index: int, *, grid: int, dependent: bool
+def prepare_separate(
+    program: TritonProgram | CuteProgram, device_index: int, *, grid: int, dependent: bool
 ) -> Launch:
-    """`launch(stream, *values, scratch, 0)` of a Triton kernel; see `scratch_bytes`.
+    """`launch(stream, *values)` of a kernel that takes its parameters one by one.
 
-    The last value is where a profiler's memory would be.
+    One of Triton's takes two more, `scratch` and 0: see `scratch_bytes`, and where a profiler's
+    memory would be.
     """
     found = load(program, program.function, device_index)
     return found.prepare_separate(grid=grid, params=program.parameters(), dependent=dependent)

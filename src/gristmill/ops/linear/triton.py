@@ -145,7 +145,7 @@ class TritonTiles(TritonMatmul):
     def bind(self, problem: Problem, config: MatmulConfig) -> Plan:
         product: Product = problem.layout
         device = problem.device
-        start = launch.prepare_triton(
+        start = launch.prepare_separate(
             tiles_program(product, config, device),
             device.index,
             grid=tile_count(product, config),
@@ -183,13 +183,13 @@ class TritonSplitK(TritonMatmul):
         dependent = is_dependent(device)
         tiles, add = self.programs(problem, config)
         count = product.batch * product.rows * product.columns
-        first = launch.prepare_triton(
+        first = launch.prepare_separate(
             tiles,
             device.index,
             grid=tile_count(product, config) * config.split_k,
             dependent=dependent,
         )
-        second = launch.prepare_triton(
+        second = launch.prepare_separate(
             add, device.index, grid=math.ceil(count / ADD_BLOCK), dependent=dependent
         )
         numbers = tiles_numbers(product)
@@ -243,7 +243,7 @@ class TritonPersistent(TritonMatmul):
         (program,) = self.programs(problem, config)
         resident = launch.resident_programs(program, device.index) * device.multiprocessors
         grid = min(tile_count(product, config), resident)
-        start = launch.prepare_triton(
+        start = launch.prepare_separate(
             program, device.index, grid=grid, dependent=is_dependent(device)
         )
         scratch = grid * launch.scratch_bytes(program, device.index)

@@ -89,7 +89,7 @@ class TritonLinear(Variant):
         dependent, split, count = is_dependent(device), config.split_k, rows * columns
         programs = self.programs(problem, config)
         grid = tile_count(config, rows, columns) * split
-        first = launch.prepare_triton(programs[0], device.index, grid=grid, dependent=dependent)
+        first = launch.prepare_separate(programs[0], device.index, grid=grid, dependent=dependent)
         numbers = _numbers(problem)
         stream = launch.current_stream
 
@@ -106,7 +106,7 @@ class TritonLinear(Variant):
         run = whole
         if split > 1:
             grid = math.ceil(count / ADD_BLOCK)
-            second = launch.prepare_triton(
+            second = launch.prepare_separate(
                 programs[1], device.index, grid=grid, dependent=dependent
             )
             run = shared

@@ -204,7 +204,7 @@ def _bind_part(problem: Problem, config: ExpertsConfig, tokens: int) -> Run:
     for which in PRODUCTS:
         rows = problem.dim("H") if which == "down" else 2 * problem.dim("I")
         products.append(
-            launch.prepare_triton(
+            launch.prepare_separate(
                 product_program(problem, config, which),
                 index,
                 grid=tiles * math.ceil(rows / config.block_n),

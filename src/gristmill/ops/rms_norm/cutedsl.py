@@ -188,12 +188,8 @@ def launcher(problem: Problem, config: CuteConfig) -> Run:
     if layout.rows == 0 or layout.columns == 0:
         return lambda *args: None
     device = problem.device.index
-    program = _program(details, config)
-    start = launch.load(program, program.function, device).prepare_separate(
-        grid=-(-layout.rows // (config.threads // config.lanes)),
-        params=program.parameters(),
-        dependent=True,
-    )
+    grid = -(-layout.rows // (config.threads // config.lanes))
+    start = launch.prepare_separate(_program(details, config), device, grid=grid, dependent=True)
     numbers = (
         *layout.strides(0),
         *layout.strides(2),
