@@ -190,7 +190,7 @@ def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
     """A parent that is killed leaves nothing behind, though its child is in a group of its own."""
     child = (
         "import os, sys, time; sys.path.insert(0, sys.argv[1]);"
-        "from gristmill.bench.serving.processes import end_with; end_with(int(sys.argv[2]));"
+        "from gristmill.bench.fresh import end_with; end_with(int(sys.argv[2]));"
         "open(sys.argv[3], 'w').write(str(os.getpid())); time.sleep(120)"
     )
     parent = (
@@ -300,7 +300,7 @@ def test_end_to_end_is_chosen_like_the_others(monkeypatch: pytest.MonkeyPatch) -
         filters = whole_models.Filters(**other)  # type: ignore[arg-type]
         assert choose(suites, suites, CPU, filters).blocks is None
     assert choose(["rms_norm"], [], CPU, whole_models.Filters()).blocks is None
-    with pytest.raises(ArgumentError, match="has one model"):
+    with pytest.raises(ArgumentError, match="models of end_to_end go by --op"):
         choose(suites[:1], [], CPU, whole_models.Filters(models=["tiny"]))
     with pytest.raises(ArgumentError, match=r"'eagr' \(did you mean eager\?\)"):
         choose(suites, [], CPU, whole_models.Filters(implementations=["eagr"]))

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -14,6 +18,7 @@ from gristmill.errors import GristmillError
 
 # Generous, because importing torch from a cold disk can take minutes.
 TIMEOUT_S = 600
+_WATCH_S = 1.0
 
 _SCRIPT = """
 import importlib, json, sys, time
@@ -54,6 +59,21 @@ def in_fresh_process(
     except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
         raise GristmillError(f"{what} gave no answer: {error}") from error
     return answer
+
+
+def end_with(parent: int) -> None:
+    """In a child: when the process that started it is gone, end it, and all that it has started.
+
+    A group of its own is what a terminal's interrupt, or a killed parent, does not reach; an engine
+    that starts for minutes would keep the GPU from whoever is next.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_WATCH_S)
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def beyond_the_first(many: Sequence[float], few: Sequence[float], tokens: int) -> float:

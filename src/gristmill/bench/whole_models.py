@@ -135,7 +135,7 @@ def _blocks(
         return None
     if filters.models:  # this suite has none to choose from
         if alone:
-            raise ArgumentError(f"the suite {end_to_end.SUITE} has one model: leave out --models")
+            raise ArgumentError(f"the models of {end_to_end.SUITE} go by --op: leave out --models")
         return None
     chosen: dict[str, Any] = {"ops": ops, "implementations": mine, "batches": filters.batches}
     end_to_end.steps(device, filters.quick, **chosen)  # says what is wrong with them

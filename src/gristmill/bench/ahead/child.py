@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 import torch._inductor.config
 
+from gristmill.bench.fresh import end_with
 from gristmill.bench.inputs import arguments, saved
 from gristmill.bench.peers import PEERS, Peer
-from gristmill.bench.serving.processes import end_with
 from gristmill.bench.suites import Task
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 import gristmill
-from gristmill.bench.fresh import beyond_the_first
+from gristmill.bench.fresh import beyond_the_first, end_with
 from gristmill.bench.results import described
-from gristmill.bench.serving.processes import end_with, wait_for_turn, write_answer
+from gristmill.bench.serving.processes import wait_for_turn, write_answer
 
 WARM_TOKENS = 8
 PROFILED_TOKENS = 9

@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from typing import Any
 from gristmill.errors import GristmillError
 
 _LOOK_S = 0.1
-_WATCH_S = 1.0
 _TEARDOWN_S = 20.0
 # With the import path of the process that starts it, so that it measures the same code.
 _SCRIPT = """
@@ -131,21 +129,6 @@ def in_turns(
     finally:
         for one in started:
             one.stop()
-
-
-def end_with(parent: int) -> None:
-    """In a child: when the process that started it is gone, end it, and all that it has started.
-
-    A group of its own is what a terminal's interrupt, or a killed parent, does not reach; an engine
-    that starts for minutes would keep the GPU from whoever is next.
-    """
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(_WATCH_S)
-        os.killpg(os.getpgrp(), signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def wait_for_turn(place: Path) -> None:
