@@ -36,7 +36,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from struct import Struct
 from typing import Any
@@ -278,6 +278,10 @@ class Driver:
     """Starts processes of this script under the sanitizer."""
 
     options: argparse.Namespace
+    # Read once, by the thread that makes this one: CPython 3.11 counts the depth of a tree that it
+    # builds in one place for all threads, and `ast.parse` in two at once can fail by that.
+    cuda: set[str] = field(default_factory=cuda_kernels)
+    triton: set[str] = field(default_factory=triton_kernels)
 
     @property
     def sanitizer(self) -> str | None:
@@ -297,8 +301,8 @@ class Driver:
             str(self.sanitizer),
             *report.arguments(
                 tool,
-                cuda_kernels() | FAULTY,
-                triton_kernels(),
+                self.cuda | FAULTY,
+                self.triton,
                 shlex.split(self.options.options),
             ),
             *(sys.executable, str(HERE), *words),
@@ -307,7 +311,7 @@ class Driver:
         if self.options.logs is not None:
             self.options.logs.mkdir(parents=True, exist_ok=True)
             (self.options.logs / f"{tool}-{name}.txt").write_text(text)
-        found = report.read(tool, text, code, cuda_kernels() | triton_kernels() | FAULTY)
+        found = report.read(tool, text, code, self.cuda | self.triton | FAULTY)
         if found.broken:
             found.broken.append("\n".join(["its last lines:", *text.splitlines()[-15:]]))
         found.seconds = time.monotonic() - begin
