@@ -71,6 +71,17 @@ def test_every_problem_is_one_line_and_once(file: Path) -> None:
     assert weight["shape"] == [8]
 
 
+def test_calls_of_one_key_that_differ_in_a_word_are_all_there(file: Path) -> None:
+    logits, target = torch.randn(4, 8), torch.randint(0, 8, (4,))
+    for reduction in ("none", "mean", "none", "sum"):
+        OPS["cross_entropy"].forget_plans()
+        gristmill.cross_entropy(logits, target, reduction=reduction)
+    found = read_recording(file)
+    assert len(lines(file)) == len(found) == 3
+    assert len({one.key for one in found}) == 1
+    assert [one.arguments[7] for one in found] == ["none", "mean", "sum"]
+
+
 def test_gradients_are_recorded_too(file: Path) -> None:
     x = torch.randn(4, 8, requires_grad=True)
     gristmill.rms_norm(x, torch.ones(8)).sum().backward()

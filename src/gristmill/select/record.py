@@ -2,7 +2,8 @@
 
 A line describes the arguments of one call: of tensors all that a choice depends on (shape, strides,
 dtype, alignment, which of them are the same), not their values. Each kind of problem is written
-once per process and row count, by a single append, so that several processes may share a file.
+once per process, row count and words among its arguments, by a single append, so that several
+processes may share a file.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from gristmill.settings import settings
 MOST = 10_000
 
 _ALIGNMENT = 64
-_seen: set[tuple[Path, str]] = set()
+_seen: set[tuple[Path, str, tuple[str, ...]]] = set()
 _lock = Lock()
 
 
@@ -46,9 +47,10 @@ def record(op: str, problem: Problem, args: tuple[Any, ...]) -> None:
         return
     key = problem.key(problem.rows)
     with _lock:
-        if (path, key) in _seen or len(_seen) >= MOST:
+        kind = path, key, _words(args)
+        if kind in _seen or len(_seen) >= MOST:
             return
-        _seen.add((path, key))
+        _seen.add(kind)
         entry = {"op": op, "key": key, "device": problem.device.name, "arguments": described(args)}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +72,7 @@ def read_recording(path: Path) -> list[Recorded]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ArgumentError(f"recording {path}: cannot be read: {error}") from error
-    found: dict[str, Recorded] = {}
+    found: dict[tuple[str, tuple[str, ...]], Recorded] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -83,7 +85,7 @@ def read_recording(path: Path) -> list[Recorded]:
             raise ArgumentError(
                 f"recording {path}: line {number} is not one of a recording: {error!r}"
             ) from error
-        found.setdefault(one.key, one)
+        found.setdefault((one.key, _words(one.arguments)), one)
     return list(found.values())
 
 
@@ -159,6 +161,12 @@ def _values(
             yield torch.randint(0, 256, (size,), dtype=dtype, device=device)
         else:
             yield torch.randint(0, max(1, limit), (size,), dtype=dtype, device=device)
+
+
+def _words(args: tuple[Any, ...]) -> tuple[str, ...]:
+    """The words among arguments: of two calls with one key they may ask for other kernels beside
+    the chosen one, as reductions of a loss do."""
+    return tuple(value for value in args if isinstance(value, str))
 
 
 def _name(dtype: torch.dtype) -> str:

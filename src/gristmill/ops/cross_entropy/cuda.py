@@ -141,7 +141,7 @@ class ForwardVariant(StreamVariant):
             str(self.bound(config)),
         )
         names = [f"cross_entropy_forward<{','.join(arguments)}>"]
-        if not shard and "none" not in problem.flags:
+        if details.added:
             names.append(f"cross_entropy_total<{configs.total(problem)[0]}>")
         return Program(SOURCE, tuple(names))
 
@@ -156,7 +156,7 @@ class ForwardVariant(StreamVariant):
         if shard:
             return _plan_shard(run, details.copied)
         total = None
-        if "none" not in problem.flags:
+        if details.added:
             total = bind_total(problem, self.program(problem, config))
         return _plan_forward(run, total, details.copied)
 

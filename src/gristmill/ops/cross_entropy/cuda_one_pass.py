@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -79,8 +80,13 @@ class OnePassVariant(StreamVariant):
         return Program(cuda.SOURCE, (f"cross_entropy_total<{configs.total(problem)[0]}>",))
 
     def programs(self, problem: Problem, config: RowConfig) -> tuple[Program, ...]:
-        own = self.program(problem, config)
-        return (own,) if "none" in problem.flags else (own, self.total(problem))
+        own, details = self.program(problem, config), problem.layout
+        return (own, self.total(problem)) if details.added else (own,)
+
+    def source_hash(self, problem: Problem, config: RowConfig) -> str:
+        """That of losses which are added up, for all: a row speaks for every reduction."""
+        added = replace(problem.layout, added=True)
+        return super().source_hash(replace(problem, layout=added), config)
 
     def bind(self, problem: Problem, config: RowConfig) -> Callable[..., Any]:
         details: Details = problem.layout
@@ -91,7 +97,7 @@ class OnePassVariant(StreamVariant):
             return laid_out(reference.cross_entropy_one_pass, semantics.outputs_one_pass)
         run = self._run(problem, config)
         add_up, words = None, 0
-        if "none" not in problem.flags:
+        if details.added:
             add_up, words = bind_total(problem, self.total(problem)), total_words(problem)
         losses = _losses(run, add_up, words)
         return _plan_in_place(losses, details.copied) if in_place else _plan(losses, details.copied)

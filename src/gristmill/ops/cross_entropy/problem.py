@@ -22,12 +22,14 @@ class Details(RowDetails):
 
     `layout.views` are the logits, nothing (no second tensor comes through the feed), and the
     gradient where there is one. `smooth`: every logit takes part in the loss (label smoothing, or
-    the sum of a shard); `weights`: each with its class's weight.
+    the sum of a shard); `weights`: each with its class's weight. `added`: the rows' losses are
+    added up, by a kernel beside the one that is chosen; no choice depends on it, and no key has it.
     """
 
     capped: bool = False
     smooth: bool = False
     weights: bool = False
+    added: bool = False
 
 
 def forward_problem(
@@ -43,7 +45,8 @@ def forward_problem(
     return_lse: bool,
 ) -> Problem:
     options = (weight, label_smoothing, softcap)
-    return _problem("cross_entropy", device, (logits, None), target, *options, reduction)
+    added = reduction != "none"
+    return _problem("cross_entropy", device, (logits, None), target, *options, added)
 
 
 def one_pass_problem(device: Device, logits: torch.Tensor, *options: Any) -> Problem:
@@ -70,7 +73,8 @@ def _one_pass(
     return_lse: bool,
 ) -> Problem:
     options = (weight, label_smoothing, softcap)
-    return _problem(op, device, (logits, None, gradient), target, *options, reduction)
+    added = reduction != "none"
+    return _problem(op, device, (logits, None, gradient), target, *options, added)
 
 
 def backward_problem(
@@ -92,7 +96,7 @@ def backward_problem(
 ) -> Problem:
     tensors = (logits, None, like(logits, logits.dtype))
     options = (weight, label_smoothing, softcap)
-    return _problem("cross_entropy_backward", device, tensors, target, *options, reduction)
+    return _problem("cross_entropy_backward", device, tensors, target, *options)
 
 
 def shard_problem(
@@ -106,8 +110,8 @@ def shard_problem(
     sums: bool,
 ) -> Problem:
     smoothing = 1.0 if sums else 0.0
-    op = "cross_entropy_shard"
-    return _problem(op, device, (logits, None), target, None, smoothing, softcap, "none")
+    options = (None, smoothing, softcap)
+    return _problem("cross_entropy_shard", device, (logits, None), target, *options)
 
 
 def scale_problem(device: Device, gradient: torch.Tensor, factor: torch.Tensor) -> Problem:
@@ -132,7 +136,7 @@ def _problem(
     weight: torch.Tensor | None,
     label_smoothing: float,
     softcap: float | None,
-    reduction: str,
+    added: bool = False,
 ) -> Problem:
     logits = tensors[0]
     if logits is None:
@@ -146,7 +150,6 @@ def _problem(
         "capped": softcap is not None,
         "smooth": smooth,
         "weights": weight is not None,
-        reduction: reduction != "mean",
     }
     return Problem(
         op=op,
@@ -155,5 +158,5 @@ def _problem(
         dtypes=dtypes_of(logits=logits, target=target),
         flags=(*(word for word, there in words.items() if there), *flags_of(layout, copied)),
         device=device,
-        layout=Details(layout, copied, softcap is not None, smooth, weights),
+        layout=Details(layout, copied, softcap is not None, smooth, weights, added),
     )

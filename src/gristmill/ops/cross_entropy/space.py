@@ -27,8 +27,8 @@ class _Options(NamedTuple):
         return weight, _IGNORE, smoothing, 0.0, cap, self.reduction
 
 
-def _options() -> Iterator[_Options]:
-    for reduction in ("mean", "none"):
+def _options(*reductions: str) -> Iterator[_Options]:
+    for reduction in reductions:
         for capped in (False, True):
             # Weights of classes are in the kernel only where every class takes part.
             for smooth, weighted in ((False, False), (False, True), (True, False), (True, True)):
@@ -41,7 +41,8 @@ def _kind(make: Any, options: _Options) -> Kind:
 
 
 def forward(dtype: torch.dtype) -> Iterator[Kind]:
-    for options in _options():
+    # To add up losses takes one kernel more, to divide their sum none.
+    for options in _options("mean", "none"):
 
         def make(maker: Maker, options: _Options = options) -> Arguments:
             return maker.rows(), maker.per_row(torch.int64), *options.values(maker), False
@@ -50,13 +51,12 @@ def forward(dtype: torch.dtype) -> Iterator[Kind]:
 
 
 def backward(dtype: torch.dtype) -> Iterator[Kind]:
-    for options in _options():
+    for options in _options("mean"):
 
         def make(maker: Maker, options: _Options = options) -> Arguments:
-            loss = maker.per_row(torch.float32)
-            numbers = loss if options.reduction == "none" else loss[0, 0], None
-            beside = maker.per_row(torch.int64), loss, torch.empty(2, device="meta")
-            return *numbers, maker.rows(), *beside, *options.values(maker), 0, 0
+            lse = maker.per_row(torch.float32)
+            beside = maker.per_row(torch.int64), lse, torch.empty(2, device="meta")
+            return lse[0, 0], None, maker.rows(), *beside, *options.values(maker), 0, 0
 
         yield _kind(make, options)
 

@@ -221,9 +221,9 @@ def _seen(problem: Problem) -> tuple[Any, ...]:
         for one in dataclasses.fields(details)
         if one.name != "layout" and one.name not in _UNSEEN
     ]
-    words = [word for word in problem.flags if word in ("causal", "none")]
+    causal = "causal" in problem.flags
     return (
-        *(problem.op, problem.batch_invariant, problem.dtype("residual") is None, *words, *own),
+        *(problem.op, problem.batch_invariant, problem.dtype("residual") is None, causal, *own),
         *(layout.vector, layout.ragged, _is_short(layout.columns), views),
     )
 
