@@ -11,13 +11,13 @@ from pages_coverage import how_much, lost, measured_of
 from pages_text import Page, joined
 from pages_text import table as written
 
+from gristmill.bench import runs
 from gristmill.bench.charts import draw
 from gristmill.bench.page import headline
 from gristmill.bench.page.headline import Family
 from gristmill.bench.problems import Problem, problems_of
 from gristmill.bench.product_report import TIE
 from gristmill.bench.results import OURS, Results, microseconds
-from gristmill.bench.results import load as read
 from gristmill.bench.suites import KINDS, tasks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,9 +30,8 @@ ELSEWHERE = ("headline", "end_to_end")
 def load(files: Sequence[Path]) -> Results | None:
     """The runs given, as one; else the committed one, or None where there is none yet."""
     if not files:
-        return read(ROOT / RUN) if (ROOT / RUN).exists() else None
-    runs = [read(path) for path in files]
-    return Results(runs[0].meta, [row for run in runs for row in run.rows])
+        return runs.read([ROOT / RUN]) if (ROOT / RUN).exists() else None
+    return runs.read(files)
 
 
 def drawn(results: Results) -> dict[str, str]:

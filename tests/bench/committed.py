@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
-from gristmill.bench.results import Results
+from gristmill.bench.results import Results, load
+from gristmill.bench.runs import merge
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
@@ -18,17 +18,6 @@ def committed_files() -> list[Path]:
 
 
 def committed() -> Results:
-    """All runs as one, each row with the number of its run."""
-    meta: dict[str, Any] = {"runs": []}
-    rows = []
-    for index, path in enumerate(committed_files()):
-        data = json.loads(path.read_text())
-        told = {"file": str(path.relative_to(FOLDER)), "rows": len(data["rows"]), **data["meta"]}
-        meta["runs"].append(told)
-        rows += [{**row, "run": index} for row in data["rows"]]
-        for key, value in data["meta"].items():
-            if isinstance(value, dict):
-                meta.setdefault(key, {}).update(value)
-            elif value is not None:
-                meta[key] = value
-    return Results(meta, rows)
+    """All runs as one."""
+    files = committed_files()
+    return merge([load(path) for path in files], [str(path.relative_to(FOLDER)) for path in files])

@@ -336,11 +336,11 @@ def test_peers_that_fail_are_lines_and_ours_goes_on() -> None:
     assert rows["wrong"]["error"].startswith("WrongResultError: a ")
     assert rows["wrong"]["fp64_error"] == pytest.approx(0.2, rel=0.05)
     assert rows["nothing"]["fp64_error"] is None
-    assert rows["large"]["error"] == "OutOfMemoryError: no room for its weights"
+    assert rows["large"]["error"] == "out of memory: no room for its weights"
     json.loads(json.dumps(results.rows), parse_constant=pytest.fail)
 
 
-def test_when_ours_has_no_memory_nobody_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_fit_is_timed_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any) -> None:
         raise torch.OutOfMemoryError("full")
 

@@ -18,6 +18,7 @@ from gristmill.bench.page import headline, page, write_page
 from gristmill.bench.page.heatmap import class_of, maps
 from gristmill.bench.problems import losses, peer_of, problems_of
 from gristmill.bench.results import Results
+from gristmill.bench.runs import merge
 
 META = {"gpu": "NVIDIA H200", "device": "cuda", "date": "2026-01-02", "torch": "2.13.0"}
 
@@ -157,10 +158,11 @@ def test_ratios_are_those_of_one_run() -> None:
         row("rms_norm", "8x64", "eager", 5.0, run=0),
         row("rms_norm", "8x64", "gristmill", 30.0, run=1),
         row("rms_norm", "8x64", "quack", 60.0, run=1),
-        # A run that could not time ours does not take the place of one that could.
+        # A run without ours does not take the place of one that has it.
         row("rms_norm", "8x64", "liger", 1.0, run=2),
     ]
-    (problem,) = problems_of(Results(dict(META), rows))
+    meta = {**META, "runs": [{"file": name} for name in ("a.json", "b.json", "c.json")]}
+    (problem,) = problems_of(merge([Results(meta, rows)], ["abc.json"]))
     assert problem.ratio == pytest.approx(2.0)
     assert list(problem.peers) == ["quack"]
 
@@ -260,14 +262,14 @@ def test_who_was_wrong_or_absent_is_told_with_the_reason(results: Results) -> No
     assert "flashinfer (cannot be imported)" in text
 
 
-def test_a_cpu_run_says_loudly_that_ratios_alone_count(results: Results) -> None:
+def test_a_cpu_run_says_loudly_that_no_kernel_ran(results: Results) -> None:
     assert "role=" not in page(results).split("<main>")[0].split("<header")[1]
     results.meta |= {"device": "cpu", "gpu": "CPU (some)"}
     results.rows[0] |= {"reason": "only these", "variants": {"library": 3.0}}
     results.rows[0]["declined"] = {"cuda_block": "needs a GPU"}
     banner = page(results).split("</header>")[0]
     assert 'class="loud"' in banner
-    assert "only the ratios mean anything" in banner
+    assert "no kernel of gristmill ran" in banner
     text = told(results)
     assert "which variant ran, and why" in text
     assert "cuda_block: needs a GPU" in text

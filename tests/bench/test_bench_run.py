@@ -195,6 +195,62 @@ def test_a_problem_that_does_not_fit_is_told_for_every_implementation(
     assert all(row["error"].endswith("problem: no more") for row in found.rows)
 
 
+def full_forward(sets: Sets) -> Function:
+    def call(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no more\nsecond line")
+
+    return call
+
+
+def full_builder(sets: Sets) -> Function:
+    raise torch.OutOfMemoryError("no room")
+
+
+def full_later(sets: Sets) -> Function:
+    """Right at the first call, and out of memory when it is timed."""
+    right, calls = PEERS["eager"].implementations("rms_norm")["eager"](sets), []
+
+    def call(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) > 1:
+            raise torch.OutOfMemoryError("no more")
+        return right(*args)
+
+    return call
+
+
+def test_a_peer_that_runs_out_of_memory_is_out_alone() -> None:
+    greedy = [peer("large", full_builder), peer("larger", full_forward), peer("late", full_later)]
+    found = run([*greedy, PEERS["eager"]], TASKS[:1])
+    rows = {row["impl"]: row for row in found.rows}
+    assert rows["large"]["error"] == "out of memory: no room"
+    assert rows["larger"]["error"] == "out of memory: no more"
+    assert rows["late"]["error"] == "while timing: out of memory: no more"
+    assert {name for name, row in rows.items() if "us" in row} == {OURS, "eager"}
+
+
+@pytest.mark.parametrize(
+    ("others", "says"),
+    [
+        # Somebody had memory enough: it is ours that lacked it.
+        ({"wreck": failing_forward, "eager": None}, "out of memory: no more"),
+        # Nobody ran: the problem does not fit.
+        ({}, "not enough memory for this problem: out of memory: no more"),
+        ({"wreck": failing_forward}, "not enough memory for this problem: out of memory: no more"),
+    ],
+)
+def test_when_ours_runs_out_of_memory_others_are_timed(
+    monkeypatch: pytest.MonkeyPatch, others: dict[str, Any], says: str
+) -> None:
+    monkeypatch.setattr("gristmill.rms_norm", full_forward([]))
+    peers = [peer(name, one) if one else PEERS[name] for name, one in others.items()]
+    rows = {row["impl"]: row for row in run(peers, TASKS[:1]).rows}
+    assert rows[OURS]["error"] == says
+    assert {name for name, row in rows.items() if "us" in row} == {*others} - {"wreck"}
+    if "wreck" in others:
+        assert rows["wreck"]["error"] == "ValueError: no such kernel"
+
+
 def test_rows_name_the_library_and_the_sets() -> None:
     ways = {"good": PEERS["eager"].implementations("rms_norm")["eager"]}
     (ours, other) = run([peer("two", ways)], [Task("rms_norm", (16, 4096), "bfloat16")]).rows

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from gristmill.bench import runs
 from gristmill.bench.experts.models import TINY
-from gristmill.bench.peers import PEERS
-from gristmill.bench.report import notes, summary
+from gristmill.bench.page import page
+from gristmill.bench.peers import PEERS, Peer
+from gristmill.bench.report import notes, print_results, summary
 from gristmill.bench.results import Results, Row, described, first_line, load
 from gristmill.bench.runner import Runner
 from gristmill.bench.suites import Task
@@ -132,6 +136,39 @@ def test_problems_that_are_there_are_not_measured_again() -> None:
     assert more.todo(tasks) == tasks[1:]
 
 
+def test_peers_that_are_not_asked_for_now_stay_where_nothing_is_measured_again() -> None:
+    tasks = [Task("rms_norm", (rows, 64), "float32") for rows in (2, 3)]
+    results = Results({})
+    Runner(CPU, [PEERS["eager"]], results, samples=1).run(tasks[:1], lambda text: None)
+    told: list[str] = []
+    assert Runner(CPU, [], results, samples=1).todo(tasks, told.append) == tasks[1:]
+    assert told == [
+        "1 of 2 problems are there already; what they have of eager, not asked for now, stays"
+    ]
+
+
+def test_no_row_of_before_stands_beside_a_problem_that_is_measured_again() -> None:
+    """Its ratios would be of two runs; and without it, what was measured would be lost."""
+    tasks = [Task("rms_norm", (rows, 64), "float32") for rows in (2, 3)]
+    results = Results({})
+    Runner(CPU, [PEERS["eager"]], results, samples=1).run(tasks[:1], lambda text: None)
+    eager = PEERS["eager"].implementations("rms_norm")["eager"]
+    other = Peer("other", "torch", "torch", {"rms_norm": eager}, cpu=True)
+    says = (
+        "--resume: rms_norm 2x64 float32 lacks other and would be measured again, without eager, "
+        "which it has and which takes no part now: let all take part (--peers eager,other), or "
+        "measure into another file"
+    )
+    with pytest.raises(ArgumentError, match=re.escape(says)):
+        Runner(CPU, [other], results, samples=1).todo(tasks)
+    told: list[str] = []
+    both = Runner(CPU, [PEERS["eager"], other], results, samples=1)
+    assert both.todo(tasks, told.append) == tasks
+    assert told == ["1 of 2 lack other, and are measured again whole"]
+    # What only new problems lack loses nobody anything.
+    assert Runner(CPU, [other], results, samples=1).todo(tasks[1:]) == tasks[1:]
+
+
 def test_rows_of_other_suites_are_no_kernel_time() -> None:
     results = Results({}, [{"suite": "cold_start", "op": "import", "shape": "", "impl": "x"}])
     task = Task("rms_norm", (2, 64), "float32")
@@ -209,7 +246,7 @@ def test_a_run_that_was_cut_short_says_so() -> None:
 # -------------------------------------------------------------------------------------- merging
 
 
-def test_of_rows_about_the_same_the_last_counts(tmp_path: Path) -> None:
+def test_of_runs_about_the_same_the_last_counts(tmp_path: Path) -> None:
     old = [row("rms_norm", "gristmill", 3.0), row("rms_norm", "quack", 4.0)]
     new = [row("rms_norm", "gristmill", 2.0), row("softmax", "gristmill", 5.0)]
     paths = [
@@ -230,20 +267,22 @@ def test_of_rows_about_the_same_the_last_counts(tmp_path: Path) -> None:
     merged = runs.read(paths)
     assert [(one["op"], one["impl"], one["us"], one["run"]) for one in merged.rows] == [
         ("rms_norm", "gristmill", 2.0, 1),
-        ("rms_norm", "quack", 4.0, 0),
         ("softmax", "gristmill", 5.0, 1),
     ]
     assert merged.meta["torch"] == "2.13"  # the first one's
     assert merged.meta["peers"] == {"liger": "0.8", "quack": "0.6"}
     assert merged.meta["missing_peers"] == {"vllm": "no"}
     assert merged.meta["suites"] == ["rms_norm", "softmax"]
-    assert merged.meta["notes"] == ["one", "two"]
+    assert merged.meta["notes"] == [
+        *("one", "two"),
+        "rms_norm 8x64 bfloat16: quack left out, with a.json, which b.json replaces",
+    ]
     assert len(merged.meta["commands"]) == 2
     assert merged.meta["copy_tb_per_s_by_mb"] == {"1": 1.0, "20": 4.3, "9": 4.2}
     assert merged.meta["copy_tb_per_s"] == 4.3
     told = [(one["file"], one["rows"], one["torch"], one["date"]) for one in merged.meta["runs"]]
-    assert told == [("a.json", 1, "2.13", "2026-11-16"), ("b.json", 2, "2.14", "2026-11-17")]
-    assert "Rows are from 2 runs: a.json (2026-11-16, 1 rows)" in " ".join(notes(merged))
+    assert told == [("a.json", 0, "2.13", "2026-11-16"), ("b.json", 2, "2.14", "2026-11-17")]
+    assert "Rows are from 2 runs: a.json (2026-11-16, 0 rows)" in " ".join(notes(merged))
 
 
 def test_tables_compare_within_one_run(tmp_path: Path) -> None:
@@ -256,8 +295,98 @@ def test_tables_compare_within_one_run(tmp_path: Path) -> None:
             tmp_path / "b.json", [row("softmax", "gristmill", 8.0), row("softmax", "eager", 16.0)]
         ),
     ]
-    (line,) = summary(runs.read(paths).kernels())
+    merged = runs.read(paths)
+    (line,) = summary(merged.kernels())
     assert line.startswith("softmax: 2.00x the fastest peer over 1 problem")
+    # What that costs is told wherever results are.
+    note = "softmax 8x64 bfloat16: quack left out, with a.json, which b.json replaces"
+    shown = io.StringIO()
+    print_results(merged, Console(file=shown, width=200))
+    assert note in shown.getvalue()
+    assert note in page(merged)
+    # Who would rather have the other run says so by the order.
+    other = runs.read(paths[::-1])
+    assert {one["impl"]: one["us"] for one in other.rows} == {"gristmill": 4.0, "quack": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("rows", "kept", "noted"),
+    [
+        # A failure of ours is not hidden by an older time.
+        (
+            [row("softmax", "gristmill", 0.0, error="wrong"), row("softmax", "quack", 3.0)],
+            {"gristmill", "quack"},
+            ["gristmill"],
+        ),
+        # A run without ours has nothing to be held against.
+        ([row("softmax", "eager", 9.0)], {"gristmill", "quack"}, ["eager"]),
+        # The same peers: nothing is lost.
+        ([row("softmax", "gristmill", 8.0), row("softmax", "quack", 9.0)], None, []),
+        # A peer that failed before is not missed.
+        ([row("softmax", "gristmill", 8.0), row("softmax", "liger", 9.0)], None, ["quack"]),
+    ],
+)
+def test_the_last_run_that_has_ours_counts(
+    tmp_path: Path, rows: list[Row], kept: set[str] | None, noted: list[str]
+) -> None:
+    before = [
+        row("softmax", "gristmill", 4.0),
+        row("softmax", "quack", 2.0),
+        row("softmax", "flashinfer", 0.0, error="no kernel"),
+    ]
+    paths = [written(tmp_path / "a.json", before), written(tmp_path / "b.json", rows)]
+    merged = runs.read(paths)
+    assert len({one["run"] for one in merged.rows}) == 1
+    assert {one["impl"] for one in merged.rows} >= (kept or {one["impl"] for one in rows})
+    told = [text for text in merged.meta["notes"] if "left out" in text]
+    assert [text.partition(": ")[2].partition(" left")[0] for text in told] == noted
+
+
+def test_whole_models_are_of_one_run_as_well(tmp_path: Path) -> None:
+    def engine(impl: str, ms: float, *, ours: bool) -> Row:
+        about = {"suite": "vllm", "op": "llama-8b", "dtype": "bfloat16", "shape": "batch 1"}
+        return {**about, "batch": 1, "impl": impl, "ours": ours, "ms": ms, "error": None}
+
+    old = [engine("bf16", 4.0, ours=False), engine("nvfp4_gristmill", 3.0, ours=True)]
+    paths = [
+        written(tmp_path / "a.json", old),
+        written(tmp_path / "b.json", [engine("nvfp4_gristmill", 2.0, ours=True)]),
+    ]
+    merged = runs.read(paths)
+    assert [(one["impl"], one["ms"]) for one in merged.rows] == [("nvfp4_gristmill", 2.0)]
+    note = "vllm llama-8b batch 1 bfloat16: bf16 left out, with a.json, which b.json replaces"
+    assert note in notes(merged)
+
+
+def test_a_file_of_before_shapes_were_told_is_about_the_same_problems(tmp_path: Path) -> None:
+    bare = [row("softmax", "gristmill", 4.0), row("softmax", "quack", 2.0)]
+    for one in bare:
+        del one["shape"]
+    paths = [
+        written(tmp_path / "a.json", bare),
+        written(tmp_path / "b.json", [row("softmax", "gristmill", 8.0)]),
+    ]
+    assert [one["us"] for one in runs.read(paths).rows] == [8.0]
+
+
+def test_a_file_that_was_merged_row_by_row_is_read_by_problem(tmp_path: Path) -> None:
+    rows = [row("softmax", "gristmill", 8.0, run=1), row("softmax", "quack", 2.0, run=0)]
+    path = written(tmp_path / "m.json", rows, runs=[meta(file="a.json"), meta(file="b.json")])
+    once = runs.read([path])
+    assert [(one["impl"], one["run"]) for one in once.rows] == [("gristmill", 1)]
+    assert any("quack left out, with a.json, which b.json" in text for text in once.meta["notes"])
+    once.path = tmp_path / "n.json"
+    once.save()
+    again = runs.read([once.path])
+    assert (again.meta, again.rows) == (once.meta, once.rows)
+
+
+def test_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    paths = [tmp_path / name / "results.json" for name in ("a", "b")]
+    merged = runs.read([written(path, [row("softmax", "gristmill", 1.0)]) for path in paths])
+    assert [one["file"] for one in merged.meta["runs"]] == [str(path) for path in paths]
 
 
 def test_what_was_merged_can_be_merged_again(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_bench_writes_rows_tables_and_plots(run: Run, tmp_path: Path) -> None:
     )
     assert result.exit_code == 0, result.output
     assert "[1/2] rms_norm 8x64 bfloat16" in result.stdout
-    assert "only the ratios mean anything" in result.stdout
+    assert "no kernel of gristmill ran" in result.stdout
     names = {path.name for path in out.iterdir()}
     assert names >= {"results.json", "results.md", "rms_norm.svg", "rms_norm_bwd.svg"}
     assert "index.html" not in names
@@ -234,7 +234,34 @@ def test_several_files_are_shown_as_one(run: Run, tmp_path: Path) -> None:
     merged = load(tmp_path / "both.json")
     assert [(row["op"], row["run"]) for row in merged.rows] == [("softmax", 0), ("rms_norm", 1)]
     assert [one["file"] for one in merged.meta["runs"]] == ["softmax.json", "rms_norm.json"]
-    assert run(f"bench {both} --resume").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("softmax rms_norm", "softmax, rms_norm"),
+        ("--all", "--all"),
+        ("--quick --op softmax --op rms_norm", "--quick, --op"),
+        ("--sets decode --layers few --rows 1", "--sets, --layers, --rows"),
+        ("--shape 8x64 --dtype float32", "--shape, --dtype"),
+        ("--models tiny --routing uniform", "--models, --routing"),
+        ("--batches 1 --impls bf16", "--batches, --impls"),
+        ("--peers none --samples 1", "--peers, --samples"),
+        ("--device cpu --jobs 0 --resume", "--device, --jobs, --resume"),
+    ],
+)
+def test_what_is_read_is_not_chosen(run: Run, tmp_path: Path, words: str, named: str) -> None:
+    path, copy = tmp_path / "r.json", tmp_path / "copy.json"
+    path.write_text('{"meta": {"gpu": "H200"}, "rows": []}')
+    assert run(f"bench --read {path} --json {copy} --plots {tmp_path}").exit_code == 0
+    copy.unlink()
+    result = run(f"bench {words} --read {path} --json {copy}")
+    assert result.exit_code == 2
+    assert (
+        "--read shows all that its files hold and measures nothing: leave out "
+        f"{named}, or --read" in result.stderr
+    )
+    assert not copy.exists()
 
 
 # ----------------------------------------------------------------------------- runs that go on
@@ -282,6 +309,36 @@ def test_a_run_that_was_ended_goes_on(
     assert whole.meta["unmeasured"] == []
     assert len(whole.meta["commands"]) >= 1
     assert len(measured) == 4
+
+
+def test_a_run_goes_on_with_other_peers(run: Run, tmp_path: Path) -> None:
+    """A problem that lacks one is measured again whole, or, if that would cost rows, not at all."""
+    path = tmp_path / "r.json"
+    line = f"bench nvfp4_linear --layers 64x128 --rows 1,3 --samples 1 --device cpu --json {path}"
+    assert run(f"{line} --op nvfp4_linear --rows 1 --peers none").exit_code == 0
+    (alone,) = load(path).rows
+    more = run(f"{line} --op nvfp4_linear --peers cublas --resume")
+    assert more.exit_code == 0, more.output
+    assert "1 of 2 lack cublas, and are measured again whole" in more.stdout
+    both = load(path)
+    assert [(row["M"], row["impl"]) for row in both.rows] == [
+        (rows, impl) for rows in (1, 3) for impl in ("gristmill", "cublas_bf16")
+    ]
+    assert both.rows[0] != alone
+    assert both.meta["finished"] is True
+
+    fewer = run(f"{line} --op nvfp4_linear --peers none --resume")
+    assert fewer.exit_code == 0, fewer.output
+    assert "2 of 2 problems are there already; what they have of cublas" in fewer.stdout
+    assert load(path).rows == both.rows
+
+    before = path.read_text().replace('"cublas', '"humming')
+    path.write_text(before)
+    refused = run(f"{line} --op nvfp4_linear --peers cublas --resume")
+    assert refused.exit_code == 2
+    assert "without humming, which it has and which takes no part now" in refused.stderr
+    assert "(--peers cublas,humming), or measure into another file" in refused.stderr
+    assert path.read_text() == before
 
 
 def test_another_torch_does_not_go_on(run: Run, tmp_path: Path) -> None:

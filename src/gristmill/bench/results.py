@@ -26,9 +26,10 @@ from gristmill.errors import ArgumentError
 Row = dict[str, Any]
 OURS = "gristmill"
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-# What makes two rows of one file about the same thing; a key that a suite has no use for is absent.
+# What makes two rows about the same thing, beside their label; a key that a suite has no use for is
+# absent.
 _PROBLEM = (
-    *("suite", "op", "dtype", "M", "N", "K", "shape", "model", "routing"),
+    *("suite", "op", "dtype", "K", "model"),
     *("mode", "cache", "what", "hint", "batch", "length"),
 )
 
@@ -82,7 +83,7 @@ class Results:
         return [row for row in self.kernels() if "us" in row]
 
     def failures(self) -> list[Row]:
-        return [row for row in self.rows if isinstance(row.get("error"), str)]
+        return [row for row in self.rows if failed(row)]
 
 
 def load(path: Path) -> Results:
@@ -100,12 +101,22 @@ def load(path: Path) -> Results:
 
 def problem_of(row: Row) -> tuple[Any, ...]:
     """Which problem a row is about, of whatever suite."""
-    return tuple(row.get(key) for key in _PROBLEM)
+    return (*(row.get(key) for key in _PROBLEM), label(row))
 
 
 def identity(row: Row) -> tuple[Any, ...]:
     """Which problem and whose."""
     return (*problem_of(row), row.get("impl"))
+
+
+def is_ours(row: Row) -> bool:
+    """Whether gristmill has a part in what a row is of; rows of whole models say it themselves."""
+    return bool(row.get("ours", row["impl"] == OURS))
+
+
+def failed(row: Row) -> bool:
+    """Whether its "error" is a reason, and not how far its result is off."""
+    return isinstance(row.get("error"), str)
 
 
 def first_line(error: BaseException | str) -> str:
@@ -139,19 +150,11 @@ def label(row: Row) -> str:
 
 
 def by_problem(rows: Iterable[Row]) -> dict[tuple[str, str, str], dict[str, Row]]:
-    """Rows of kernel time of one problem together: (op, dtype, label) -> impl -> row.
-
-    Of several runs that were merged, the rows of one: ratios are never of two. It is the last that
-    timed ours, if any did.
-    """
-    found: dict[tuple[str, str, str], dict[Any, dict[str, Row]]] = {}
+    """Rows of kernel time of one problem together: (op, dtype, label) -> impl -> row."""
+    found: dict[tuple[str, str, str], dict[str, Row]] = {}
     for row in rows:
-        of_run = found.setdefault((row["op"], row["dtype"], label(row)), {})
-        of_run.setdefault(row.get("run"), {})[row["impl"]] = row
-    return {
-        key: ([one for one in tries.values() if "us" in one.get(OURS, {})] or [*tries.values()])[-1]
-        for key, tries in found.items()
-    }
+        found.setdefault((row["op"], row["dtype"], label(row)), {})[row["impl"]] = row
+    return found
 
 
 def implementations(rows: list[Row]) -> list[str]:

@@ -3,9 +3,10 @@
 Per task: arguments enough to keep the L2 cold, the first call of each implementation (timed: that
 is where compilers hide), its outputs against the reference (of some tasks in fp64, and how far they
 are off is told), interleaved timing of those that were right, the roof, and for small problems the
-host's time per call. The experts of a model are made once for all its tasks. The roof is the time
-of a copy of as many bytes; of a product of matrices also that of its operations, at the rate of the
-fastest large product of torch's in the same run, whichever is longer.
+host's time per call. Who fails is out alone, if the device survives. The experts of a model are
+made once for all its tasks. The roof is the time of a copy of as many bytes; of a product of
+matrices also that of its operations, at the rate of the fastest large product of torch's in the
+same run, whichever is longer.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gristmill.bench import explained
+from gristmill.bench import explained, runs
 from gristmill.bench.experts.inputs import Experts, make_calls, make_experts
 from gristmill.bench.experts.models import Model
 from gristmill.bench.inputs import Arguments, argument_sets, arguments, dtype_of, saved
@@ -37,8 +38,10 @@ QUICK_SAMPLES = 5
 ROOF_PRODUCTS = {"cuda": (4096, 8192), "cpu": (512,)}
 # Up to here a launch can take longer than its kernel, so that the host's time matters.
 HOST_BYTES = 80_000_000
-# Of a problem that does not fit the device; nobody is wrong there.
+# Of a problem that does not fit the device, where nobody is wrong; and of one who lacks memory for
+# a problem that fits.
 NO_MEMORY = "not enough memory for this problem"
+OUT_OF_MEMORY = "out of memory"
 
 METHODS = {
     "cuda": "CUDA-graph replay over rotated sets of arguments (cold L2), implementations "
@@ -93,18 +96,17 @@ class Runner:
         self._experts: Experts | None = None
         results.meta["method"] = f"{METHODS.get(device.type, METHODS['cpu'])}; {samples} samples"
 
-    def todo(self, tasks: Sequence[Task]) -> list[Task]:
-        """Those that the results lack, or lack an implementation of."""
-        rows = self.results.kernels()
-        there = {(row["op"], row["dtype"], label(row), row["impl"]) for row in rows}
-        return [
-            task
-            for task in tasks
-            if any(
-                (task.name, task.dtype, label(task.sizes), impl) not in there
-                for _, impl, _ in self._implementations(task)
-            )
-        ]
+    def todo(
+        self, tasks: Sequence[Task], tell: Callable[[str], None] = lambda text: None
+    ) -> list[Task]:
+        """Those that the results lack, or lack an implementation of; `tell` is told of others."""
+        keys = {task: (task.name, task.dtype, label(task.sizes)) for task in tasks}
+        asked = {
+            key: {impl: peer.name for peer, impl, _ in self._implementations(task)}
+            for task, key in keys.items()
+        }
+        left = runs.left(self.results, asked, tell)
+        return [task for task in tasks if keys[task] in left]
 
     def run(self, tasks: Sequence[Task], advance: Callable[[str], None]) -> None:
         """Measure every task; `advance` is told about each before it starts."""
@@ -121,8 +123,7 @@ class Runner:
                     f"{task}: {error}; nothing more can run in this process: go on with --resume"
                 ) from error
             self.results.add(rows)
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+            self._release()
         self._experts = None
 
     def _failed(self, task: Task, reason: str) -> list[Row]:
@@ -153,6 +154,7 @@ class Runner:
         args, sets, cost, truth = self._problem(task)
         rows: dict[str, Row] = {}
         runnable: dict[str, Function] = {}
+        function: Function | None
         for peer, impl, builder in self._implementations(task):
             row = rows[impl] = self._row(task, peer, impl, None)
             try:
@@ -165,14 +167,16 @@ class Runner:
                 row["error"] = truth.check(outputs, coarse=task.name in peer.coarse)
                 runnable[impl] = function
             except Exception as error:  # a peer may fail in any way: it is reported, not timed
-                # Weights of a model are there for all: who cannot hold them too is out alone.
-                out_of_memory = isinstance(error, torch.OutOfMemoryError)
-                if out_of_memory and (task.model is None or peer is GRISTMILL):
-                    raise
                 self._check_device(impl, error)
-                row["error"] = described(error)
-            outputs = None  # before the next implementation needs the memory
+                row["error"] = _reason(error)
+            outputs = function = None  # before the next implementation needs the memory
+            if str(row["error"]).startswith(OUT_OF_MEMORY):
+                self._release()
         del truth  # before those that are timed need the memory
+        ours = rows.get(GRISTMILL.name, {})
+        if not runnable and str(ours.get("error")).startswith(OUT_OF_MEMORY):  # nor has anybody any
+            ours["error"] = f"{NO_MEMORY}: {ours['error']}"
+            return list(rows.values())
         if GRISTMILL.name in runnable:
             rows[GRISTMILL.name].update(self._chosen(task, args))
         self._time(task, rows, runnable, sets, cost)
@@ -240,7 +244,7 @@ class Runner:
             row = rows[name]
             if not isinstance(timing, Timing):
                 self._check_device(name, timing)
-                row["error"] = f"while timing: {described(timing)}"
+                row["error"] = f"while timing: {_reason(timing)}"
                 continue
             row["us"] = round(timing.us, 3)
             row["spread_us"] = round(timing.spread_us, 3)
@@ -290,3 +294,15 @@ class Runner:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def _release(self) -> None:
+        """Give back what torch holds of memory that nobody uses: not all allocate through it."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _reason(error: Exception) -> str:
+    """What a row says of it."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"{OUT_OF_MEMORY}: {first_line(error)}"
+    return described(error)

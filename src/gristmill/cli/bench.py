@@ -21,10 +21,10 @@ from gristmill.bench.progress import progress
 from gristmill.bench.regret import families, matrix
 from gristmill.bench.regret import suite as regret
 from gristmill.bench.report import markdown, print_results
-from gristmill.bench.results import OURS, Results, Row
+from gristmill.bench.results import Results, Row, is_ours
+from gristmill.bench.suites import Task
 from gristmill.cli.bench_plan import Options, Plan, plan_of
 from gristmill.cli.common import FAILURE, console
-from gristmill.errors import ArgumentError
 from gristmill.jit.compilers import Compilable
 from gristmill.jit.parallel import compile_all
 from gristmill.select.device import device_of
@@ -36,8 +36,6 @@ _TERMINATED = 128 + signal.SIGTERM
 def run(options: Options) -> None:
     out = console()
     if options.read:
-        if options.resume:
-            raise ArgumentError("--read measures nothing, and --resume goes on measuring: one only")
         results = runs.read(options.read)
         results.path = options.json
         results.save()
@@ -50,13 +48,8 @@ def run(options: Options) -> None:
 
 
 def _is_ours(row: Row) -> bool:
-    """Whether a failure is gristmill's. A problem that does not fit the device is nobody's.
-
-    Rows of whole models say it themselves: gristmill may have a part in several of them.
-    """
-    if row["error"].startswith(runner.NO_MEMORY):
-        return False
-    return bool(row.get("ours", row["impl"] == OURS))
+    """Whether a failure is gristmill's. A problem that does not fit the device is nobody's."""
+    return is_ours(row) and not row["error"].startswith(runner.NO_MEMORY)
 
 
 def _measured(plan: Plan, options: Options, out: Console) -> Results:
@@ -72,9 +65,12 @@ def _measured(plan: Plan, options: Options, out: Console) -> Results:
     results = runs.begin(meta, options.json, resume=options.resume)
     against = ", ".join(peer.name for peer in plan.peers)
     out.print(f"{meta['gpu']}, torch {meta['torch']}" + (f"; peers: {against}" if against else ""))
+    kernels = _runner(plan, results, options) if plan.tasks else None
+    todo = kernels.todo(plan.tasks, out.print) if kernels else []  # which may refuse to go on
     results.save()
     with _terminated_in_order():
-        _measure_kernels(plan, results, options, out)
+        if kernels:
+            _measure_kernels(kernels, todo, plan, options, out)
         _measure_costs(plan, results, options, out)
         _measure_regret(plan, results, options, out)
         whole_models.run(
@@ -104,12 +100,10 @@ def _terminated_in_order() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _measure_kernels(plan: Plan, results: Results, options: Options, out: Console) -> None:
-    if not plan.tasks:
-        return
+def _runner(plan: Plan, results: Results, options: Options) -> runner.Runner:
     if options.jobs:
         results.meta["jobs"] = options.jobs
-    measured = runner.Runner(
+    return runner.Runner(
         plan.device,
         plan.peers,
         results,
@@ -117,14 +111,16 @@ def _measure_kernels(plan: Plan, results: Results, options: Options, out: Consol
         # Also where the part of the run before this one had compiled ahead.
         ahead="jobs" in results.meta,
     )
-    todo = measured.todo(plan.tasks)
-    if len(todo) < len(plan.tasks):
-        out.print(f"{len(plan.tasks) - len(todo)} of {len(plan.tasks)} problems are there already")
+
+
+def _measure_kernels(
+    kernels: runner.Runner, todo: Sequence[Task], plan: Plan, options: Options, out: Console
+) -> None:
     if options.jobs:
         _compile(ahead.own_programs(todo, plan.device), plan.device, out, options.jobs)
-        _compile_peers(plan, ahead.worth(todo, plan.peers), results, options.jobs, out)
+        _compile_peers(plan, ahead.worth(todo, plan.peers), kernels.results, options.jobs, out)
     with progress(out, len(todo)) as advance:
-        measured.run(todo, advance)
+        kernels.run(todo, advance)
 
 
 def _compile_peers(

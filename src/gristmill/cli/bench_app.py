@@ -12,8 +12,11 @@ from typer.core import TyperGroup
 
 from gristmill.cli.common import reported
 from gristmill.cli.words import Device, Dtypes, Json, Shapes
+from gristmill.errors import ArgumentError
 
 _DEFAULT, _COMPARE = "run", "compare"
+# What may stand beside --read: where to write what it shows.
+_SHOWING = {"read", "json", "markdown", "plots", "output", "report"}
 
 
 class _Group(TyperGroup):
@@ -38,6 +41,22 @@ def _listed(text: str | None) -> list[str]:
     return [] if text is None else [word.strip() for word in text.split(",")]
 
 
+def _refuse_choices(context: typer.Context) -> None:
+    """ArgumentError if the command line says what to measure, or how: --read has no use for it."""
+    typed: list[str] = []
+    for param in context.command.params:
+        source = context.get_parameter_source(param.name or "")
+        if param.name in _SHOWING or source is None or source.name != "COMMANDLINE":
+            continue
+        is_option = param.param_type_name == "option"
+        typed += [max(param.opts, key=len)] if is_option else context.params[str(param.name)]
+    if typed:
+        raise ArgumentError(
+            f"--read shows all that its files hold and measures nothing: leave out "
+            f"{', '.join(typed)}, or --read"
+        )
+
+
 @bench_app.command(
     _DEFAULT,
     epilog="Examples: `gristmill bench --quick --report results`; "
@@ -55,6 +74,7 @@ def _listed(text: str | None) -> list[str]:
 )
 @reported
 def bench(
+    context: typer.Context,
     suites: Annotated[
         list[str] | None,
         typer.Argument(
@@ -145,7 +165,8 @@ def bench(
         typer.Option(
             "--resume",
             help="Go on with the file of rows of a run that was cut short: what it has is not "
-            "measured again.",
+            "measured again, but for problems that lack a peer which is asked for now: these are, "
+            "as a whole. Peers that they had must then be asked for, too.",
         ),
     ] = False,
     json: Annotated[Path | None, typer.Option(help="Write the rows to this file.")] = None,
@@ -163,7 +184,8 @@ def bench(
         list[Path] | None,
         typer.Option(
             help="Measure nothing: show this file of an earlier run, on any machine. Several, of "
-            "runs on the same GPU, are shown as one: of rows about the same the last counts."
+            "runs on the same GPU, are shown as one: all rows of a problem are those of the last "
+            "file that has gristmill's. What to measure cannot be said beside it."
         ),
     ] = None,
 ) -> None:
@@ -178,6 +200,8 @@ def bench(
     from gristmill.cli.bench import run
     from gristmill.cli.bench_plan import ALL, Options
 
+    if read:
+        _refuse_choices(context)
     folder = report or output
     run(
         Options(

@@ -20,7 +20,7 @@ from gristmill.bench.charts.text import width
 from gristmill.bench.charts.theme import Styles
 from gristmill.bench.problems import peer_of
 from gristmill.bench.product_report import TIE
-from gristmill.bench.results import OURS, Row, implementations, label, microseconds
+from gristmill.bench.results import OURS, Row, implementations, is_ours, label, microseconds
 
 COLD_NOTE = (
     "Seconds that gristmill adds to the start of a process, beyond torch's own start. "
@@ -193,12 +193,8 @@ def _block(row: Row, some: Sequence[Row], styles: Styles) -> Bar:
     first_ms, first = timed[0]
     if first is not row:
         told += f", {first_ms / ms:.2f}× {first['impl']}"
-    ours = _is_ours(row)
-    behind = ours and any(time < TIE * ms for time, other in timed if not _is_ours(other))
+    ours = is_ours(row)
+    behind = ours and any(time < TIE * ms for time, other in timed if not is_ours(other))
     kind = f"f-{styles[OURS if ours else peer_of(row)].colour}"
     segment = Segment(ms, kind, f"{row['impl']}: {told}")
     return Bar(str(row["impl"]), "", (segment,), told, is_loss=behind)
-
-
-def _is_ours(row: Row) -> bool:
-    return bool(row.get("ours", row["impl"] == OURS))
