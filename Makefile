@@ -33,10 +33,10 @@ bench: ## measure against what is installed, on whatever device is there; bench-
 	@python=$$(tools/environment bench) && "$$python" -m gristmill bench --quick --report bench-results
 
 test: ## run every test that is not marked long (with those for a GPU, where there is one)
-	@python=$$(tools/environment test) && "$$python" -m pytest -n $(WORKERS)
+	@python=$$(tools/environment test) && "$$python" -m pytest -n $(WORKERS) --dist loadfile
 
 test-long: ## run the tests marked long
-	@python=$$(tools/environment test) && "$$python" -m pytest -n $(WORKERS) -m long
+	@python=$$(tools/environment test) && "$$python" -m pytest -n $(WORKERS) --dist loadfile -m long
 
 test-gpu: ## run the tests that need a GPU, one at a time
 	@python=$$(tools/environment test) && "$$python" -m pytest -m gpu

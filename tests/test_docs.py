@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -121,23 +122,37 @@ def test_api_page_has_every_error() -> None:
     assert errors - {"GristmillError"} <= listed
 
 
+WITH_EXAMPLES = [path for path in PAGES if blocks(path.read_text(encoding="utf-8"), "python")]
+OF_OPS = [path for path in WITH_EXAMPLES if path.parent.name == "ops"]
+
+
 @pytest.mark.parametrize(
-    "path", [path for path in PAGES if blocks(path.read_text(), "python")], ids=name_of
+    "paths",
+    [OF_OPS, *([path] for path in WITH_EXAMPLES if path not in OF_OPS)],
+    ids=lambda paths: name_of(paths[0]),
 )
-def test_python_examples_run(path: Path, tmp_path: Path) -> None:
-    """All examples of a page, in order, as one program in a fresh process on the CPU."""
-    run_examples(path, tmp_path, CUDA_VISIBLE_DEVICES="")
+def test_python_examples_run(paths: list[Path], tmp_path: Path) -> None:
+    """All examples of a page, in order, as one program on the CPU.
+
+    In a fresh process; those of ops, of which many are alike, share one.
+    """
+    run_examples(paths, tmp_path, CUDA_VISIBLE_DEVICES="")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["README.md", "docs/start.md"])
 def test_python_examples_run_on_a_gpu(name: str, tmp_path: Path) -> None:
     """Those that ask for a GPU where there is one, a captured graph among them."""
-    run_examples(ROOT / name, tmp_path)
+    run_examples([ROOT / name], tmp_path)
 
 
-def run_examples(path: Path, folder: Path, **settings: str) -> None:
-    script = "\n".join(blocks(path.read_text(encoding="utf-8"), "python"))
+def run_examples(paths: Sequence[Path], folder: Path, **settings: str) -> None:
+    programs = {
+        name_of(path): "\n".join(blocks(path.read_text(encoding="utf-8"), "python"))
+        for path in paths
+    }
+    script = f"for name, text in {programs!r}.items():\n"
+    script += "    exec(compile(text, name, 'exec'), {'__name__': '__main__'})\n"
     done = subprocess.run(
         [sys.executable, "-c", script],
         cwd=folder,

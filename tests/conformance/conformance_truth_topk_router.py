@@ -32,6 +32,12 @@ def topk_router(
     ]
     ids = torch.tensor(rows, dtype=torch.int64, device=logits.device).view(len(logits), topk)
     own, own_off = scores.gather(1, ids), off.gather(1, ids)
+    if renormalize and scoring == "softmax":
+        # One over the chosen logits. Among them may be no expert that has a score in fp32, or in
+        # fp64; but what is no number makes all scores NaN, chosen or not.
+        no_number = own.isnan()
+        own, own_off = _scores(values.gather(1, ids), scoring)
+        own = own.masked_fill(no_number, torch.nan)
     weights, terms = own, own * own_off
     if renormalize:
         total = _total(own, scoring)
@@ -81,25 +87,29 @@ def doubtful(
 ) -> Tensor:
     """Which rows have biased scores, of experts or groups, so close that fp32 may swap them.
 
-    Those that are equal in fp64 are so in fp32, too: the same logits and biases.
+    Those that are equal in fp64 are so in fp32, too: the same logits and biases. Not so the sums
+    of two different pairs of them: 0.5 + s and 0.25 + t may add up to what 0.25 + s and 0.5 + t do.
     """
     nothing = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
     if bias is None or logits.dtype == torch.float64 or not len(logits):
         return nothing
     ranked = _scores(logits.double(), scoring)[0] + bias.double()
-    close = _close(ranked)
+    close = _close(ranked.unsqueeze(-1))
     if groups > 1:
         members = ranked.unflatten(-1, (groups, -1))
-        best = members.topk(min(2, members.shape[-1]), -1).values.sum(-1)
-        close = close | _close(best)
+        close = close | _close(members.topk(min(2, members.shape[-1]), -1).values)
     return close
 
 
-def _close(values: Tensor) -> Tensor:
-    gaps = values.sort(-1, descending=True).values.diff(dim=-1).abs()
+def _close(parts: Tensor) -> Tensor:
+    """Of sums over the last dim; those of the same parts are equal, and not close."""
+    values = parts.sum(-1)
+    values, order = values.sort(-1, descending=True)
+    parts = parts.take_along_dim(order.unsqueeze(-1), -2)
+    gaps, other = values.diff(dim=-1).abs(), (parts.diff(dim=-2) != 0).any(-1)
     # A NaN comes first, and leaves the numbers after it as close as they are.
     size = values.nan_to_num(0.0).abs().amax(-1, keepdim=True)
-    return ((gaps > 0) & (gaps < 64 * unit(torch.float32) * (1 + size))).any(-1)
+    return (other & (gaps < 64 * unit(torch.float32) * (1 + size))).any(-1)
 
 
 def topk_router_backward(
@@ -142,6 +152,25 @@ def topk_router_backward(
     least = torch.where(s < 2 * torch.finfo(accumulator).tiny, 0.0, exact)
     low, high = torch.minimum(least, exact), torch.maximum(least, exact)
     return [Truth(low, high, terms, accumulator)]
+
+
+def lost_slopes(
+    dweights: Tensor,
+    logits: Tensor,
+    topk_ids: Tensor,
+    scoring: str,
+    renormalize: bool,
+    scale: float,
+) -> Tensor:
+    """Which rows multiply an infinite gradient by what may be lost: a score or, of a sigmoid, what
+    is missing to 1. fp32 has no number for it, and of 0 times infinity comes a NaN."""
+    values = logits.double()
+    chosen = values.gather(1, topk_ids.long())
+    factors = _scores(chosen if scoring == "sigmoid" or renormalize else values, scoring)[0]
+    if scoring == "sigmoid":
+        factors = torch.minimum(factors, torch.sigmoid(-chosen))
+    least = 2 * torch.finfo(accumulator_of(logits.dtype)).tiny
+    return dweights.isinf().any(1) & (factors < least).any(1)
 
 
 def _total(scores: Tensor, scoring: str) -> Tensor:

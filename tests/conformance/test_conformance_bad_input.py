@@ -303,3 +303,18 @@ def test_nothing_is_overwritten_in_an_empty_tensor_whatever_its_strides() -> Non
     x = torch.randn(1, 0, 64).expand(7, 0, 64)
     with torch.no_grad():
         gristmill.fused_add_rms_norm_(x, x.clone())
+
+
+def test_one_tensor_cannot_be_overwritten_by_two_results() -> None:
+    x = torch.randn(4, 64)
+    kept = x.clone()
+    with pytest.raises(ArgumentError, match="must be two tensors; got one as both"):
+        gristmill.fused_add_rms_norm_(x, x)
+    assert torch.equal(x, kept)
+
+
+def test_linear_says_who_takes_an_nvfp4_weight() -> None:
+    weight = gristmill.nvfp4.quantize(torch.randn(32, 64))
+    for one in (weight, weight.prepare()):
+        with pytest.raises(DtypeError, match=r"^linear: .*NVFP4.*; gristmill.nvfp4.linear takes"):
+            gristmill.linear(torch.randn(4, 64), one)

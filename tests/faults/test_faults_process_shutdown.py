@@ -17,8 +17,10 @@ from gristmill.jit import cache, nvrtc
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
 
+# Who is started in the background by a shell ignores interrupts, and so would all that he starts.
 ALONE = """
-import sys, types
+import signal, sys, types
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.modules["gristmill"] = types.ModuleType("gristmill")
 sys.modules["gristmill"].__path__ = {package!r}
 from process_shutdown import {function}

@@ -46,8 +46,8 @@ def test_every_launch_fits_the_device(arch: str) -> None:
 @pytest.mark.parametrize(
     ("arch", "columns"),
     [
-        pytest.param("sm_90a", ODD_COLUMNS, id="sm_90a"),
-        pytest.param("sm_80", FEW_ODD_COLUMNS, id="sm_80 few"),
+        pytest.param("sm_90a", FEW_ODD_COLUMNS, id="sm_90a few"),
+        pytest.param("sm_90a", ODD_COLUMNS, id="sm_90a", marks=pytest.mark.long),
         pytest.param("sm_80", ODD_COLUMNS, id="sm_80", marks=pytest.mark.long),
     ],
 )

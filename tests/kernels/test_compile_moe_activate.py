@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 
 import pytest
+from architectures import EACH
 
 from gristmill.errors import CompilerUnavailable
 from gristmill.jit import Program
 from gristmill.jit.nvrtc import compile_program, compiler_version
 from gristmill.jit.resources import resource_usage
 from gristmill.ops.moe import grouped
-from gristmill.select.device import KNOWN
 
 REGISTERS = 65536
 RESIDENT = 1024  # threads that a multiprocessor must hold for memory to be busy
@@ -27,7 +27,7 @@ def _compiler() -> None:
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("arch", KNOWN)
+@pytest.mark.parametrize("arch", EACH)
 def test_activation_and_shift(arch: str) -> None:
     types = tuple(grouped.TYPES.values())
     names = [

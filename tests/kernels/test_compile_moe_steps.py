@@ -10,6 +10,7 @@ import os
 
 import pytest
 import torch
+from architectures import EACH
 
 from gristmill.errors import CompilerUnavailable
 from gristmill.jit import Program
@@ -54,7 +55,7 @@ def _facts() -> list[IdFacts]:
     ]
 
 
-@pytest.mark.parametrize("arch", KNOWN)
+@pytest.mark.parametrize("arch", EACH)
 def test_routing(arch: str) -> None:
     facts = _facts()
     if arch == "sm_90a":
@@ -74,7 +75,7 @@ def test_routing(arch: str) -> None:
         assert 0 <= used.parameter_bytes - routing.PARAMS.size < 16, name
 
 
-@pytest.mark.parametrize("arch", KNOWN)
+@pytest.mark.parametrize("arch", EACH)
 def test_combine(arch: str) -> None:
     calls = [
         Combine(KNOWN[arch], facts, 256, 4096, partial, torch.bfloat16)

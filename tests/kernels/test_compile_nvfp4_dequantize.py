@@ -6,13 +6,13 @@ import os
 
 import pytest
 import torch
+from architectures import EACH
 
 from gristmill.errors import CompilerUnavailable
 from gristmill.jit import Program
 from gristmill.jit.nvrtc import compile_program, compiler_version
 from gristmill.jit.resources import Resources, resource_usage
 from gristmill.ops.nvfp4_linear import dequantized, finish, quantizers
-from gristmill.select.device import KNOWN
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 REGISTERS = 65536  # of a multiprocessor
@@ -47,7 +47,7 @@ def _check(used: Resources, threads: int, parameters: int) -> None:
     assert 0 <= used.parameter_bytes - parameters < 16
 
 
-@pytest.mark.parametrize("arch", KNOWN)
+@pytest.mark.parametrize("arch", EACH)
 def test_dequantize(arch: str) -> None:
     programs = [dequantized.dequantize_program(dtype) for dtype in dequantized.TYPES]
     programs += [dequantized.dequantize_program(dtype, factor=True) for dtype in FLOATS]
@@ -57,7 +57,7 @@ def test_dequantize(arch: str) -> None:
         _check(used, dequantized.THREADS, dequantized.PARAMS.size)
 
 
-@pytest.mark.parametrize("arch", KNOWN)
+@pytest.mark.parametrize("arch", EACH)
 @pytest.mark.parametrize("kind", quantizers.KINDS)
 def test_quantize_tokens(kind: str, arch: str) -> None:
     programs = [quantizers.quantizer_program(kind, dtype) for dtype in quantizers.TYPES]
@@ -66,7 +66,7 @@ def test_quantize_tokens(kind: str, arch: str) -> None:
         _check(used, quantizers.THREADS, params.size)
 
 
-@pytest.mark.parametrize("arch", KNOWN)
+@pytest.mark.parametrize("arch", EACH)
 def test_finish(arch: str) -> None:
     programs = [
         finish.finish_program(dtype, token=token, shift=shift)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import exact
@@ -12,6 +13,7 @@ import torch
 from emulated_host import EmulatedHost, Run
 from emulation.harness import emulator_for
 from layer_norm_cases import BF16, F16, F32, OPS_OF_ROWS, SCOPES, Case, configurations, sweep
+from sampled import sampled
 
 from gristmill.ops.rows.config import ASYNC, STRAIGHT, TWICE, RowConfig
 
@@ -98,8 +100,9 @@ def test_kernel(host: EmulatedHost, case: Case) -> None:
     _check(host, case)
 
 
-@pytest.mark.parametrize("op", ["layer_norm", "layer_norm_backward"])
-@pytest.mark.parametrize("variant", SCOPES)
+@pytest.mark.parametrize(
+    ("op", "variant"), sampled(product(["layer_norm", "layer_norm_backward"], SCOPES), 3)
+)
 def test_many_rows_per_team(host: EmulatedHost, op: str, variant: str) -> None:
     """Loops over rows, their last turn ragged; with resident blocks the partial rows are many."""
     host.resident = 2 if variant != "cuda_cluster" else 5
@@ -205,8 +208,10 @@ def test_weights_that_are_unaligned_or_strided(host: EmulatedHost, op: str, stri
     _check_results(case, tuple(args), _outputs(_launch(host, case, tuple(args))))
 
 
-@pytest.mark.parametrize("op", OPS_OF_ROWS)
-@pytest.mark.parametrize("variant", ["cuda_warp", "cuda_block", "cuda_cluster"])
+BYTES = product(OPS_OF_ROWS, ["cuda_warp", "cuda_block", "cuda_cluster"])
+
+
+@pytest.mark.parametrize(("op", "variant"), sampled(BYTES, 4))
 def test_each_byte_moves_once(host: EmulatedHost, op: str, variant: str) -> None:
     """Rows are read once and written once, weight and bias once per team, whatever the feed."""
     rows, columns = 7, 256 if variant == "cuda_warp" else 2048

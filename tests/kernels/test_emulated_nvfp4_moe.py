@@ -65,7 +65,7 @@ def _name(config: Any) -> str:
 
 
 @pytest.mark.parametrize(("routing", "added"), WAYS)
-@pytest.mark.parametrize("name", _quick_first(CUTS, "plain", "rows", "groups", "split"))
+@pytest.mark.parametrize("name", _quick_first(CUTS, "plain", "groups", "split"))
 def test_every_cut(host: EmulatedHost, name: str, routing: Any, added: bool) -> None:
     """Of rows that end within a unit and within a slab, and columns that end within a chunk."""
     config = replace(CUTS[name], routing=routing, added=added)

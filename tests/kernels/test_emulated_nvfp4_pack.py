@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import EACH
 from emulation.harness import Buffer, Emulator, Traffic, emulator_for
 from test_compile_archs import (
     REGISTERS_PER_BLOCK,
@@ -294,7 +295,7 @@ def test_without_a_kernel_torch_packs(
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("arch", KNOWN)
+@pytest.mark.parametrize("arch", EACH)
 def test_compiled_within_limits(arch: str) -> None:
     binary = compile_program(Program(packing.SOURCE, NAMES), arch, verbose=True)
     usage = resource_usage(binary)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from emulated_host import EmulatedHost, Run
 from emulation.harness import emulator_for
 from rms_norm_cases import BF16, F16, F32, FORWARD_OPS, SCOPES, Case, configurations, sweep
+from sampled import sampled
 
 from gristmill.ops.registry import OPS
 from gristmill.ops.rows.config import STRAIGHT, TWICE, RowConfig
@@ -206,9 +208,9 @@ def test_the_in_place_op_counts_as_a_write(host: EmulatedHost, first: str, varia
     factor = torch.ones(256, requires_grad=True)
     products = [factor * args[0], factor * args[1]]
     _launch(host, case, args)
-    for product in products:
+    for made in products:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            product.sum().backward()
+            made.sum().backward()
 
 
 @pytest.mark.parametrize("op", ["fused_add_rms_norm_", "rms_norm_backward"])
@@ -230,8 +232,10 @@ def test_rows_more_than_2_31_elements_apart(
     check(case, case.arguments(), outputs)
 
 
-@pytest.mark.parametrize("op", [*FORWARD_OPS, "rms_norm_backward"])
-@pytest.mark.parametrize("variant", ["cuda_warp", "cuda_block", "cuda_cluster"])
+BYTES = product([*FORWARD_OPS, "rms_norm_backward"], ["cuda_warp", "cuda_block", "cuda_cluster"])
+
+
+@pytest.mark.parametrize(("op", "variant"), sampled(BYTES, 5))
 def test_each_byte_moves_once(host: EmulatedHost, op: str, variant: str) -> None:
     """Rows are read once and written once, the weight once per team, whatever the feed."""
     rows, columns = 7, 256 if variant == "cuda_warp" else 2048

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from emulated_host import EmulatedHost, Run
 from emulation.harness import emulator_for
 from exact import UNIT, Range
+from sampled import sampled
 from softmax_cases import (
     BACKWARD,
     BF16,
@@ -196,9 +198,10 @@ def test_blocks_of_a_cluster_with_no_columns(
     _check(host, case)
 
 
-@pytest.mark.parametrize("op", FORWARD)
-@pytest.mark.parametrize("columns", [512, 509])
-@pytest.mark.parametrize("variant", [name for name in SCOPES if name != "cuda_cooperative"])
+SPECIAL = product([name for name in SCOPES if name != "cuda_cooperative"], [512, 509], FORWARD)
+
+
+@pytest.mark.parametrize(("variant", "columns", "op"), sampled(SPECIAL, 5))
 def test_nan_and_infinity_give_what_torch_gives(
     host: EmulatedHost, variant: str, columns: int, op: str
 ) -> None:
@@ -245,9 +248,14 @@ def test_threads_agree_however_large_numbers_are(
     torch.testing.assert_close(y.double(), expected, rtol=4e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("variant", ["cuda_warp", "cuda_block", "cuda_cluster"])
-@pytest.mark.parametrize("causal", [None, "top_left", "bottom_right"])
-@pytest.mark.parametrize("op", [*FORWARD, *BACKWARD])
+BYTES = product(
+    [*FORWARD, *BACKWARD],
+    [None, "top_left", "bottom_right"],
+    ["cuda_warp", "cuda_block", "cuda_cluster"],
+)
+
+
+@pytest.mark.parametrize(("op", "causal", "variant"), sampled(BYTES, 5))
 def test_each_byte_moves_once(
     host: EmulatedHost, op: str, causal: str | None, variant: str
 ) -> None:
@@ -367,8 +375,7 @@ def test_nothing_to_do_launches_nothing(
     assert run.calls == []
 
 
-@pytest.mark.parametrize("variant", SCOPES)
-@pytest.mark.parametrize("op", [*FORWARD, *BACKWARD])
+@pytest.mark.parametrize(("op", "variant"), sampled(product([*FORWARD, *BACKWARD], SCOPES), 3))
 def test_many_rows_per_team(host: EmulatedHost, op: str, variant: str) -> None:
     """Loops over rows, their last turn ragged, with masks that change from row to row."""
     host.resident = 2 if variant != "cuda_cluster" else 5
