@@ -352,9 +352,9 @@ def test_entries_and_clear(tiny, home, compiler) -> None:
     assert found[1].size == found[1].path.stat().st_size
     assert cache.clear() == 3
     assert [path.name for path in (home.path / "kernels").iterdir()] == ["notes.txt"]
-    cache.forget()
-    cache.load_or_compile(tiny, ARCH)
+    cache.load_or_compile(tiny, ARCH)  # not from memory: the folder is to have it again
     assert len(compiler) == 3
+    assert [item.entry.arch for item in cache.entries()] == [ARCH]
 
 
 # ---- locks ----

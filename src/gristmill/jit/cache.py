@@ -125,8 +125,9 @@ def entries() -> list[Kept]:
 def clear() -> int:
     """Delete what the cache has put into the user's folder, and say how many kernels that were.
 
-    Kernels that this process has loaded stay usable. Layers are not touched. What cannot be deleted
-    is left, and the first reason raised when all else is gone.
+    Kernels that this process has loaded stay usable; whoever asks for one again brings it back into
+    the folder. Layers are not touched. What cannot be deleted is left, and the first reason raised
+    when all else is gone.
     """
     removed = 0
     failed: OSError | None = None
@@ -140,6 +141,7 @@ def clear() -> int:
                 removed += path.suffix == entry.SUFFIX
             except OSError as error:
                 failed = failed or error
+    _memory.clear()
     _stored.clear()
     if failed is not None:
         raise failed
