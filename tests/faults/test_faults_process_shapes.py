@@ -27,7 +27,6 @@ from gristmill.select.record import forget_recorded
 # What may remember all its results: each has as many as there are devices, installed compilers,
 # files of ours, or kernels; never as many as there are shapes.
 FINITE = {
-    "gristmill.jit.cutedsl._digest",
     "gristmill.jit.cutedsl._dsl",
     "gristmill.jit.driver.architecture",
     "gristmill.jit.driver.bindings",
@@ -40,10 +39,10 @@ FINITE = {
     "gristmill.jit.program._key",
     "gristmill.jit.program._source_digest",
     "gristmill.jit.program._texts",
-    "gristmill.jit.python_sources.source_digest",
-    "gristmill.jit.python_sources.texts",
+    "gristmill.jit.python_sources._digest",
+    "gristmill.jit.python_sources._source_digest",
+    "gristmill.jit.python_sources._texts",
     "gristmill.jit.tensor_map._encode",
-    "gristmill.jit.triton._digest",
     "gristmill.jit.triton._triton",
     "gristmill.ops.linear_cross_entropy.products._adds_wide",
 }

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,3 +67,19 @@ def make_program(tmp_path: Path):
 @pytest.fixture
 def tiny(make_program) -> Program:
     return make_program(("twice<3>",), a__cu=TINY)
+
+
+@pytest.fixture(scope="session")
+def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a libcuda.so.1 that only keeps what it was given (fake_driver.c)."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
+    folder = tmp_path_factory.mktemp("driver")
+    source = Path(__file__).parent / "fake_driver.c"
+    subprocess.run(
+        [compiler, "-O1", "-Wall", "-shared", "-fPIC", "-o", folder / "libcuda.so.1", source],
+        check=True,
+    )
+    return folder

@@ -1,6 +1,7 @@
-"""The CuTe DSL as a compiler: programs, their cache, their errors; and a world without it.
+"""The CuTe DSL as a compiler: its programs, its errors; and a world without it.
 
-Nothing here needs a GPU. What needs the DSL is skipped without it; most of the last part is not.
+What is the same for Triton is in test_jit_python_programs.py. Nothing here needs a GPU. What needs
+the DSL is skipped without it; most of the last part is not.
 """
 
 from __future__ import annotations
@@ -10,27 +11,25 @@ import importlib.metadata
 import importlib.util
 import itertools
 import json
-import shutil
 import struct
 import sys
-import threading
 
 import pytest
 import torch
-from jit_helpers import ARCH, SOURCES, run_python
+from jit_helpers import ARCH, SOURCES, WITH_PROGRAM, run_python
+from jit_helpers import CUTE_SCALE as SCALE
 
 import gristmill
 from gristmill.errors import (
     ArgumentError,
     CompileError,
     CompilerUnavailable,
-    KernelNotCached,
     VariantUnavailable,
 )
-from gristmill.jit import TritonProgram, cache, compilers, counters, load_or_compile, resource_usage
+from gristmill.jit import TritonProgram, cache, load_or_compile, resource_usage
 from gristmill.jit import cutedsl as compiler
+from gristmill.jit.compilers import compiler_of, from_text, to_text
 from gristmill.jit.cutedsl import CuteProgram
-from gristmill.jit.entry import key_in
 from gristmill.jit.parallel import compile_all
 from gristmill.ops import ready
 from gristmill.ops.registry import OPS
@@ -40,40 +39,12 @@ from gristmill.select.device import KNOWN
 
 needs_dsl = pytest.mark.skipif(compiler.why_missing() is not None, reason="needs the CuTe DSL")
 
-SIGNATURE = (
-    ("x", "*fp32"),
-    ("count", "i32"),
-    ("factor", "fp32"),
-    ("y", "*fp32"),
-    ("stride", "i64"),
-)
-SCALE = CuteProgram(
-    "cute_scale.py", "scale", SIGNATURE, (("absent", None),), (("x", 16),), 64, root=SOURCES
-)
 H200 = KNOWN["sm_90a"]
 
 
 def rms_norm_problem(rows: int = 64, columns: int = 4096, dtype: torch.dtype = torch.bfloat16):
     args = OPS["rms_norm"].example((rows, columns), dtype, "meta")
     return OPS["rms_norm"].problem(*args, device=H200)
-
-
-@pytest.fixture
-def copy(tmp_path):
-    """A program over files of its own, which a test may change."""
-    made = 0
-
-    def copy(**changes: str) -> CuteProgram:
-        nonlocal made
-        made += 1
-        root = tmp_path / f"cutedsl{made}"
-        shutil.copytree(SOURCES, root, ignore=shutil.ignore_patterns("*.cu*", "__pycache__"))
-        for stem, text in changes.items():
-            file = root / f"{stem}.py"
-            file.write_text(file.read_text() + text)
-        return dataclasses.replace(SCALE, root=root)
-
-    return copy
 
 
 # --- what a compile gives
@@ -94,18 +65,10 @@ def test_what_a_compile_gives() -> None:
 
 
 @needs_dsl
-def test_the_same_bytes_each_time_and_others_for_others() -> None:
-    first = compiler.compile_program(SCALE, ARCH).cubin
-    assert compiler.compile_program(SCALE, ARCH).cubin == first
-    assert compiler.compile_program(SCALE, "sm_100a").cubin != first
-    assert compiler.compile_program(SCALE, ARCH).cubin == first  # whatever came between
-
-
-@needs_dsl
 def test_the_target_is_the_one_asked_for() -> None:
     """Not the DSL's guess, which is sm_100a where there is no GPU, and not the environment's."""
     code = (
-        IN_ANOTHER_PYTHON
+        WITH_PROGRAM
         + """
 from gristmill.jit.cutedsl import compile_program
 print(*(compile_program(program, arch).cubin[49] for arch in ("sm_90a", "sm_100a")))
@@ -114,33 +77,7 @@ print(*(compile_program(program, arch).cubin[49] for arch in ("sm_90a", "sm_100a
     expected = [str(compiler.compile_program(SCALE, arch).cubin[49]) for arch in (ARCH, "sm_100a")]
     assert expected[0] != expected[1]
     for environment in ({}, {"CUTE_DSL_ARCH": "sm_120a"}):
-        assert run_python(code, SOURCES, **environment).split() == expected
-
-
-def test_the_key_follows_everything_a_compile_depends_on(copy) -> None:
-    others = [
-        copy(cute_scale="\n# changed\n"),
-        copy(cute_scale_part="\n# changed\n"),
-        dataclasses.replace(SCALE, function="wrong"),
-        dataclasses.replace(SCALE, signature=(*SIGNATURE[:-1], ("stride", "i32"))),
-        dataclasses.replace(SCALE, constants=(("absent", 1),)),
-        dataclasses.replace(SCALE, aligned=()),
-        dataclasses.replace(SCALE, aligned=(("x", 8),)),
-        dataclasses.replace(SCALE, threads=128),
-    ]
-    keys = {program.key(ARCH) for program in others}
-    assert len(keys) == len(others)
-    assert SCALE.key(ARCH) not in keys
-    assert SCALE.key("sm_100a") != SCALE.key(ARCH)
-    assert SCALE.key(ARCH).startswith("cutedsl_cute_scale_scale-sm_90a-")
-    assert copy().key(ARCH) == SCALE.key(ARCH)
-
-
-def test_the_digest_of_the_source_is_of_its_texts_alone(copy) -> None:
-    assert list(SCALE.texts()) == ["cute_scale.py", "cute_scale_part.py"]
-    assert SCALE.source_digest() == dataclasses.replace(SCALE, threads=32).source_digest()
-    assert SCALE.source_digest() == copy().source_digest()
-    assert SCALE.source_digest() != copy(cute_scale_part="\n# changed\n").source_digest()
+        assert run_python(code, to_text(SCALE), **environment).split() == expected
 
 
 # --- programs as text
@@ -148,14 +85,14 @@ def test_the_digest_of_the_source_is_of_its_texts_alone(copy) -> None:
 
 def test_a_program_as_text_and_back() -> None:
     (program,) = CUTEDSL.programs(rms_norm_problem(), CUTEDSL.config(rms_norm_problem()))
-    text = compilers.to_text(program)
+    text = to_text(program)
     assert json.loads(text)["language"] == "cutedsl"
-    assert compilers.from_text(text) == program
-    assert compilers.compiler_of(program) is compiler
+    assert from_text(text) == program
+    assert compiler_of(program) is compiler
     # A file in Python of which nothing more is said is Triton's.
     triton = TritonProgram("matmul.py", "tiles", (("a", "*bf16"),))
-    assert "language" not in json.loads(compilers.to_text(triton))
-    assert compilers.from_text(compilers.to_text(triton)) == triton
+    assert "language" not in json.loads(to_text(triton))
+    assert from_text(to_text(triton)) == triton
 
 
 @pytest.mark.parametrize(
@@ -170,59 +107,12 @@ def test_a_program_as_text_and_back() -> None:
 )
 def test_texts_that_are_no_program(changes, message) -> None:
     (program,) = CUTEDSL.programs(rms_norm_problem(), CUTEDSL.config(rms_norm_problem()))
-    given = {**json.loads(compilers.to_text(program)), **changes}
+    given = {**json.loads(to_text(program)), **changes}
     with pytest.raises(ArgumentError, match=message):
-        compilers.from_text(json.dumps(given))
+        from_text(json.dumps(given))
 
 
 # --- the cache
-
-
-@needs_dsl
-def test_kept_in_the_folder_with_its_facts(home) -> None:
-    made = load_or_compile(SCALE, ARCH)
-    assert counters.snapshot()["compiles"] == 1
-    (file,) = home.files()
-    assert key_in(file.name) == SCALE.key(ARCH)
-    cache.forget()
-    again = load_or_compile(SCALE, ARCH)
-    assert again == made
-    assert again.facts == made.facts
-    assert counters.snapshot()["compiles"] == 1
-    (kept,) = cache.entries()
-    assert (kept.entry.source, kept.entry.names) == ("cute_scale.py", ("scale",))
-    assert kept.entry.compiler == compiler.compiler_version()
-
-
-IN_ANOTHER_PYTHON = f"""
-import os, pathlib, sys
-from gristmill.errors import CompilerUnavailable
-from gristmill.jit.cache import load_or_compile
-from gristmill.jit.cutedsl import CuteProgram
-program = CuteProgram(
-    "cute_scale.py", "scale", {SIGNATURE!r}, {SCALE.constants!r}, {SCALE.aligned!r}, 64,
-    root=pathlib.Path(sys.argv[1]),
-)
-"""
-
-
-@needs_dsl
-def test_a_warm_cache_imports_no_dsl(home) -> None:
-    made = load_or_compile(SCALE, ARCH)
-    code = (
-        IN_ANOTHER_PYTHON
-        + f"""
-binary = load_or_compile(program, {ARCH!r})
-assert "cutlass" not in sys.modules
-sys.modules["cutlass"] = None  # nor is it missed
-from gristmill.jit import cache
-cache.forget()
-assert load_or_compile(program, {ARCH!r}) == binary
-print(len(binary.cubin), binary.facts["threads"])
-"""
-    )
-    printed = run_python(code, SOURCES, GRISTMILL_CACHE_DIR=str(home.path))
-    assert printed.split() == [str(len(made.cubin)), "64"]
 
 
 @needs_dsl
@@ -232,7 +122,7 @@ def test_a_compile_leaves_nothing_behind(home, tmp_path) -> None:
     house.mkdir()
     temporary.mkdir()
     code = (
-        IN_ANOTHER_PYTHON
+        WITH_PROGRAM
         + f"""
 hook, variables, here = sys.excepthook, dict(os.environ), os.getcwd()
 load_or_compile(program, {ARCH!r})
@@ -242,29 +132,11 @@ assert "torch" not in sys.modules
 """
     )
     environment = {"HOME": str(house), "TMPDIR": str(temporary), "PATH": "/usr/bin:/bin"}
-    printed = run_python(code, SOURCES, GRISTMILL_CACHE_DIR=str(home.path), **environment)
+    printed = run_python(code, to_text(SCALE), GRISTMILL_CACHE_DIR=str(home.path), **environment)
     assert printed == ""
     assert [file.suffix for file in home.files("*")] == [".kernel"]
     assert not list(house.rglob("*"))
     assert not [path for path in temporary.rglob("*") if path.is_file()]
-
-
-@needs_dsl
-def test_threads_compile_at_the_same_time(home) -> None:
-    programs = [dataclasses.replace(SCALE, threads=threads) for threads in (32, 64, 128)]
-    found = {}
-
-    def work(number: int) -> None:
-        for program in programs[number:] + programs[:number]:
-            found[number, program.threads] = load_or_compile(program, ARCH)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    assert len(found) == 9
-    assert counters.snapshot()["compiles"] == 3
-    for (_, size), binary in found.items():
-        assert binary.facts["threads"] == size
 
 
 @needs_dsl
@@ -274,18 +146,6 @@ def test_workers_compile_it_too(home) -> None:
     assert [(result.how, result.error) for result in results] == [("compiled", "")] * 2
     assert len(home.files()) == 2
     assert cache.load_or_compile(programs[0], ARCH).facts["threads"] == 32
-
-
-@needs_dsl
-def test_jit_off(home) -> None:
-    home.set(GRISTMILL_JIT="off")
-    with pytest.raises(KernelNotCached, match=r'cute_scale.py \(scale\).*"language": "cutedsl"'):
-        load_or_compile(SCALE, ARCH)
-    home.set(GRISTMILL_JIT="on")
-    load_or_compile(SCALE, ARCH)
-    cache.forget()
-    home.set(GRISTMILL_JIT="off")
-    assert load_or_compile(SCALE, ARCH).facts["threads"] == 64
 
 
 # --- errors
@@ -316,25 +176,6 @@ def test_a_function_that_launches_nothing() -> None:
     program = CuteProgram("cute_scale.py", "nothing", (("x", "*fp32"),), root=SOURCES)
     with pytest.raises(CompileError, match=r"\(nothing\) does not compile .*launches no kernel"):
         compiler.compile_program(program, ARCH)
-
-
-@needs_dsl
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"constants": ()}, "scale takes x, count, .* as parameters and threads as constants"),
-        ({"signature": (SIGNATURE[1], SIGNATURE[0], *SIGNATURE[2:])}, "scale takes x, count"),
-        ({"function": "missing"}, "cute_scale.py has no function 'missing'"),
-    ],
-)
-def test_a_program_that_does_not_fit_its_function(changes, message) -> None:
-    with pytest.raises(ArgumentError, match=message):
-        compiler.compile_program(dataclasses.replace(SCALE, **changes), ARCH)
-
-
-def test_an_architecture_that_is_none() -> None:
-    with pytest.raises(ArgumentError, match="sm_90a, not for 'gfx942'"):
-        compiler.compile_program(SCALE, "gfx942")
 
 
 @needs_dsl

@@ -6,39 +6,16 @@ jit is tested without a GPU; that a real driver does the right thing with it is 
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-from pathlib import Path
-
 import pytest
-from jit_helpers import SOURCES, run_python
+from jit_helpers import SOURCES, WITH_FAKE_DRIVER, run_python
 
-pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
-COMPILER = shutil.which("cc") or shutil.which("gcc")
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C compiler")
-
-PROLOGUE = """
-import ctypes, pathlib, struct, sys, threading
-import pytest
-from gristmill.errors import ArgumentError, DriverError
+PROLOGUE = (
+    WITH_FAKE_DRIVER
+    + """
+import pathlib
 from gristmill.jit import counters
-from gristmill.jit.kernel import kernel
 from gristmill.jit.program import Program
 from gristmill.jit.tensor_map import maps_of_rows
-
-fake = ctypes.CDLL("libcuda.so.1")
-
-class Attribute(ctypes.Structure):
-    _fields_ = [("id", ctypes.c_uint32), ("pad", ctypes.c_uint32), ("value", ctypes.c_uint32 * 16)]
-
-class Last(ctypes.Structure):
-    _fields_ = (
-        [(name, ctypes.c_uint32) for name in ("grid", "block", "shared", "count")]
-        + [(name, ctypes.c_uint64) for name in ("stream", "function", "context")]
-        + [("attributes", Attribute * 4), ("params", ctypes.c_ubyte * 64)]
-    )
-
-last = Last.in_dll(fake, "last")
 
 class LastMap(ctypes.Structure):
     _fields_ = [
@@ -51,28 +28,11 @@ class LastMap(ctypes.Structure):
 
 last_map = LastMap.in_dll(fake, "last_map")
 
-def number(name):
-    return ctypes.c_int.in_dll(fake, name)
-
-def attributes():
-    return {item.id: list(item.value[:3]) for item in last.attributes[: last.count]}
-
 PARAMS = struct.Struct("QQqf")
 program = Program("probe.cu", ("fill<2>", "fill<3>"), root=pathlib.Path(sys.argv[1]))
 fill = kernel(program, "fill<2>", 0)
 """
-
-
-@pytest.fixture(scope="session")
-def fake_driver(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("driver")
-    source = Path(__file__).parent / "fake_driver.c"
-    assert COMPILER is not None
-    subprocess.run(
-        [COMPILER, "-O1", "-Wall", "-shared", "-fPIC", "-o", folder / "libcuda.so.1", source],
-        check=True,
-    )
-    return folder
+)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 import torch
 from ptx_interpreter import Kernel, offsets_of
 
-from gristmill.jit import cutedsl, python_sources, resource_usage
+from gristmill.jit import cutedsl, resource_usage
 from gristmill.jit.cutedsl import CuteProgram
 from gristmill.ops import launch
 from gristmill.ops.registry import OPS
@@ -38,9 +38,7 @@ def meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 @functools.cache
 def ptx_of(program: CuteProgram, arch: str = "sm_90a") -> str:
-    function = python_sources.function_of(
-        cutedsl.PACKAGE, program.root, program.source, program.function
-    )
+    function = program.imported()
     return cutedsl.compiled(function, cutedsl._arguments(program, function), arch)[1]
 
 

@@ -8,7 +8,6 @@ up by the program's signature, as the driver does by the kernel's parameters.
 from __future__ import annotations
 
 import ctypes
-import importlib
 import sys
 import time
 from collections.abc import Callable
@@ -18,7 +17,6 @@ from typing import Any
 import torch
 
 from gristmill.jit import TritonProgram
-from gristmill.jit.triton import PACKAGE
 from gristmill.ops import launch
 from gristmill.ops.linear.configs import MatmulConfig
 from gristmill.ops.linear.problem import linear_problem, linear_with_pre_problem, matmul_problem
@@ -41,8 +39,7 @@ def _at(address: int, kind: str) -> torch.Tensor:
 def _prepare(
     program: TritonProgram, device_index: int, *, grid: int, dependent: bool
 ) -> Callable[..., None]:
-    module = importlib.import_module(f"{PACKAGE}.{program.source.removesuffix('.py')}")
-    function = getattr(module, program.function)
+    function = program.imported()
     assert dependent, "sm_90 has dependent launches"
     constants = dict(program.constants)
     assert constants.pop("DEPENDENT") is True
@@ -54,7 +51,8 @@ def _prepare(
         given = {}
         for (name, kind), value in zip(program.signature, own, strict=True):
             divisor = dict(program.divisible).get(name, 1)
-            assert value % divisor == 0, f"{name} is {value}, which {divisor} does not divide"
+            if divisor > 1:  # there are floats, too
+                assert value % divisor == 0, f"{name} is {value}, which {divisor} does not divide"
             given[name] = _at(value, kind) if kind.startswith("*") else value
         function[(grid,)](**given, **constants, DEPENDENT=False, EMULATED=True)
 

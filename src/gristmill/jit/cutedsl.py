@@ -15,35 +15,29 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import importlib.metadata
 import importlib.util
 import inspect
-import json
 import re
 import shlex
-import struct
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import Any, TypeAlias
+from pathlib import PurePosixPath
+from typing import Any, ClassVar
 
 from gristmill.errors import ArgumentError, CompileError, CompilerUnavailable
-from gristmill.jit import python_sources
 from gristmill.jit.binary import Binary
-from gristmill.jit.program import key_of
+from gristmill.jit.python_sources import PythonProgram
 from gristmill.jit.resources import resource_usage
 from gristmill.locks import Lock
 
-PACKAGE = "gristmill.kernels.cutedsl"
 DISTRIBUTION = "nvidia-cutlass-dsl"
 EXTRA = 'pip install "gristmill[cutedsl]"'
 
 _LEAST = (4, 7)
 _ARCH = re.compile(r"sm_\d+[af]?")
-_FORMATS = {"i32": "i", "i64": "q", "fp32": "f"}
 _SCALARS = {"i32": "Int32", "i64": "Int64", "fp32": "Float32"}
 _ELEMENTS = {"bf16": "BFloat16", "fp16": "Float16", "fp32": "Float32"}
 # The DSL's messages: in colours, "error: ..." and below it "--> file:44".
@@ -51,58 +45,27 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _ERROR = re.compile(r"^error: (.+)$", re.MULTILINE)
 _PLACE = re.compile(r"--> (\S+):(\d+)")
 
-Constant: TypeAlias = "int | bool | str | None"
-
 # The DSL keeps state of its own while it compiles, and most of it holds Python's lock anyway.
 _compiling = Lock()
 _importing = Lock()
 
 
 @dataclass(frozen=True)
-class CuteProgram:
+class CuteProgram(PythonProgram):
     """One function in the CuTe DSL with its types and constants: one kernel.
 
-    `source` is a file name under `root` (default: gristmill/kernels/cutedsl), which may import from
-    files beside it. `signature` gives the parameters in the order of the function's arguments with
-    their types ("*bf16", "i32", "i64", "fp32"); `constants` all other arguments but `threads`,
-    which is one of its own. `aligned` gives the bytes that pointers are multiples of, where that is
-    more than an element.
+    `constants` leaves out `threads`, which is an argument of every function. `aligned` gives the
+    bytes that pointers are multiples of, where that is more than an element.
     """
 
-    source: str
-    function: str
-    signature: tuple[tuple[str, str], ...]
-    constants: tuple[tuple[str, Constant], ...] = ()
     aligned: tuple[tuple[str, int], ...] = ()
     threads: int = 128
-    root: Path | None = None
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The kernels of the program: the one that its function launches."""
-        return (self.function,)
+    package: ClassVar[str] = "gristmill.kernels.cutedsl"
+    prefix: ClassVar[str] = "cutedsl_"
 
-    def texts(self) -> Mapping[str, str]:
-        """File name -> text: the source first, then every file of ours that it imports from."""
-        return python_sources.texts(PACKAGE, self.root, self.source)
-
-    def digest(self) -> str:
-        """A hash over texts, function, types and constants; not over where files lie."""
-        return _digest(self)
-
-    def source_digest(self) -> str:
-        """A hash over the texts alone, whatever is compiled from them."""
-        return python_sources.source_digest(PACKAGE, self.root, self.source)
-
-    def key(self, arch: str) -> str:
-        """The cache key: readable, and a file name."""
-        stem = f"cutedsl_{PurePosixPath(self.source).stem}_{self.function}"
-        return key_of(stem, self.digest(), arch)
-
-    def parameters(self) -> struct.Struct:
-        """Packs the kernel's parameters."""
-        forms = ["Q" if kind.startswith("*") else _FORMATS[kind] for _, kind in self.signature]
-        return struct.Struct("".join(forms))
+    def options(self) -> dict[str, Any]:
+        return {"aligned": sorted(self.aligned), "threads": self.threads}
 
 
 def compile_program(program: CuteProgram, arch: str, *, verbose: bool = False) -> Binary:
@@ -111,9 +74,7 @@ def compile_program(program: CuteProgram, arch: str, *, verbose: bool = False) -
         raise ArgumentError(f"the CuTe DSL compiles for targets such as sm_90a, not for {arch!r}")
     version = compiler_version()
     with _compiling, _hook_kept():
-        function = python_sources.function_of(
-            PACKAGE, program.root, program.source, program.function
-        )
+        function = program.imported()
         arguments = _arguments(program, function)
         try:
             cubin, _ = compiled(function, arguments, arch)
@@ -189,9 +150,7 @@ def _arguments(program: CuteProgram, function: Any) -> list[Any]:
     kinds = dict(program.signature)
     constants = {**dict(program.constants), "threads": program.threads}
     names = list(inspect.signature(function).parameters)
-    python_sources.check_arguments(
-        program.source, program.function, names, list(kinds), list(constants)
-    )
+    program.check_arguments(names, list(constants))
     aligned = dict(program.aligned)
     return [
         _stand_in(kinds[name], aligned.get(name)) if name in kinds else constants[name]
@@ -248,11 +207,7 @@ def _compile_error(program: CuteProgram, arch: str, error: Exception) -> Compile
     log = _COLOUR.sub("", f"{type(error).__name__}: {error}")
     told = _ERROR.search(log)
     what = told[1] if told else next((line for line in log.splitlines() if line.strip()), "")
-    message = f"{program.source} ({program.function}) does not compile for {arch}: {what.strip()}"
-    source_line = _source_line(program, log)
-    if source_line:
-        message += f"\n    {source_line}"
-    return CompileError(message, log=log, source_line=source_line, program=program.source)
+    return program.compile_error(arch, what.strip(), log, _source_line(program, log))
 
 
 def _source_line(program: CuteProgram, log: str) -> str:
@@ -263,17 +218,3 @@ def _source_line(program: CuteProgram, log: str) -> str:
         if 0 < number <= len(lines):
             return f"{name}:{number}: {lines[number - 1].strip()}"
     return ""
-
-
-@functools.cache
-def _digest(program: CuteProgram) -> str:
-    parts = {
-        "source": program.source,
-        "texts": sorted(program.texts().items()),
-        "function": program.function,
-        "signature": program.signature,
-        "constants": sorted(program.constants),
-        "aligned": sorted(program.aligned),
-        "threads": program.threads,
-    }
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

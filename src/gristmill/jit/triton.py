@@ -13,34 +13,23 @@ Triton 3.6 and 3.7, and is compared with the loaded kernel before its first laun
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib.metadata
-import json
 import re
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, ClassVar
 
 from gristmill.errors import ArgumentError, CompileError, CompilerUnavailable
-from gristmill.jit import python_sources
 from gristmill.jit.binary import Binary
-from gristmill.jit.program import key_of
+from gristmill.jit.python_sources import PythonProgram
 from gristmill.locks import Lock
-
-PACKAGE = "gristmill.kernels.triton"
 
 # Given to every compile. enable_fp_fusion: Triton's default changes in 3.10, and results with it.
 BASE_OPTIONS: Mapping[str, Any] = MappingProxyType({"enable_fp_fusion": True})
 
 _INSTALL = 'install it with: pip install "gristmill[triton]"'
 _ARCH = re.compile(r"sm_(\d+)[af]?")
-_FORMATS = {"i32": "i", "i64": "q", "fp32": "f"}
-_SCRATCH_FORMAT = "QQ"
-
-Constant: TypeAlias = "int | bool | str | None"
 
 # Triton keeps state of its own while it compiles (knobs, the interpreter of its language), and most
 # of a compile holds Python's lock anyway.
@@ -48,51 +37,26 @@ _compiling = Lock()
 
 
 @dataclass(frozen=True)
-class TritonProgram:
+class TritonProgram(PythonProgram):
     """One function in Triton's language with its types and constants: one kernel.
 
-    `source` is a file name under `root` (default: gristmill/kernels/triton), which may import from
-    files beside it (`from .activations import activate`). `signature` gives the parameters in the
-    order of the function's arguments with their types ("*bf16", "i32", "i64", "fp32"); `constants`
-    all other arguments. `divisible` gives powers of two, up to 16, that parameters are multiples of
-    (pointers: in bytes), which is what allows wide accesses.
+    `divisible` gives powers of two, up to 16, that parameters are multiples of (pointers: in
+    bytes), which is what allows wide accesses. After its own parameters a kernel takes the two
+    pointers that are told of above.
     """
 
-    source: str
-    function: str
-    signature: tuple[tuple[str, str], ...]
-    constants: tuple[tuple[str, Constant], ...] = ()
     divisible: tuple[tuple[str, int], ...] = ()
     warps: int = 4
     stages: int = 3
-    root: Path | None = None
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The kernels of the program: its function."""
-        return (self.function,)
+    package: ClassVar[str] = "gristmill.kernels.triton"
+    last_parameters: ClassVar[str] = "QQ"
 
-    def texts(self) -> Mapping[str, str]:
-        """File name -> text: the source first, then every file of ours that it imports from."""
-        return python_sources.texts(PACKAGE, self.root, self.source)
-
-    def digest(self) -> str:
-        """A hash over texts, function, types, constants and options; not over where files lie."""
-        return _digest(self)
-
-    def source_digest(self) -> str:
-        """A hash over the texts alone, whatever is compiled from them."""
-        return python_sources.source_digest(PACKAGE, self.root, self.source)
-
-    def key(self, arch: str) -> str:
-        """The cache key: readable, and a file name."""
-        stem = f"{PurePosixPath(self.source).stem}_{self.function}"
-        return key_of(stem, self.digest(), arch)
-
-    def parameters(self) -> struct.Struct:
-        """Packs the kernel's parameters, with the two pointers at their end."""
-        forms = ["Q" if kind.startswith("*") else _FORMATS[kind] for _, kind in self.signature]
-        return struct.Struct("".join(forms) + _SCRATCH_FORMAT)
+    def options(self) -> dict[str, Any]:
+        return {
+            "divisible": sorted(self.divisible),
+            "options": [sorted(BASE_OPTIONS.items()), self.warps, self.stages],
+        }
 
 
 def compile_program(program: TritonProgram, arch: str, *, verbose: bool = False) -> Binary:
@@ -180,10 +144,7 @@ def _compile(program: TritonProgram, function: Any, arch: str) -> tuple[bytes, d
 def _full_signature(program: TritonProgram, arguments: list[str]) -> dict[str, str]:
     """Every argument of the function with its type, in order; ArgumentError where they differ."""
     kinds = dict(program.signature)
-    constants = dict(program.constants)
-    python_sources.check_arguments(
-        program.source, program.function, arguments, list(kinds), list(constants)
-    )
+    program.check_arguments(arguments, list(dict(program.constants)))
     return {name: kinds.get(name, "constexpr") for name in arguments}
 
 
@@ -213,7 +174,7 @@ def _function(program: TritonProgram) -> Any:
     """The function as Triton sees it."""
     from triton.runtime.jit import JITFunction
 
-    found = python_sources.function_of(PACKAGE, program.root, program.source, program.function)
+    found = program.imported()
     if not isinstance(found, JITFunction):
         raise CompilerUnavailable(
             "Triton's interpreter is on in this process and its compiler therefore off; "
@@ -231,11 +192,7 @@ def _compile_error(
     if (cause := error.__cause__) is not None:
         log += f"\n{type(cause).__name__}: {cause}"
     last = next((line.strip() for line in reversed(log.splitlines()) if line.strip()), "")
-    source_line = _source_line(program, error)
-    message = f"{program.source} ({program.function}) does not compile for {arch}: {last}"
-    if source_line:
-        message += f"\n    {source_line}"
-    return CompileError(message, log=log, source_line=source_line, program=program.source)
+    return program.compile_error(arch, last, log, _source_line(program, error))
 
 
 def _source_line(program: TritonProgram, error: Exception) -> str:
@@ -249,17 +206,3 @@ def _source_line(program: TritonProgram, error: Exception) -> str:
             number = before.count("\n") + line
             return f"{name}:{number}: {text.splitlines()[line - 1].strip()}"
     return ""
-
-
-@functools.cache
-def _digest(program: TritonProgram) -> str:
-    parts = {
-        "source": program.source,
-        "texts": sorted(program.texts().items()),
-        "function": program.function,
-        "signature": program.signature,
-        "constants": sorted(program.constants),
-        "divisible": sorted(program.divisible),
-        "options": [sorted(BASE_OPTIONS.items()), program.warps, program.stages],
-    }
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

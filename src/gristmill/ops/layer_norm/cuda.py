@@ -1,4 +1,4 @@
-"""The CUDA variants of layer_norm, add_layer_norm and layer_norm_backward."""
+"""The CUDA variants of layer_norm, add_layer_norm, these into FP8, and layer_norm_backward."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from gristmill.ops.norm_fp8.cuda import plan_fp8
 from gristmill.ops.norms.cuda import NormForward, plan_add_norm, plan_norm
 from gristmill.ops.norms.cuda_backward import NormBackward
 from gristmill.ops.rows.config import RowConfig
@@ -20,6 +21,19 @@ class ForwardVariant(NormForward):
     def bind(self, problem: Problem, config: RowConfig) -> Callable[..., Any]:
         plan = plan_norm if problem.op == "layer_norm" else plan_add_norm
         return plan(self.launcher(problem, config), problem.layout)
+
+
+class Fp8Variant(ForwardVariant):
+    def bind(self, problem: Problem, config: RowConfig) -> Callable[..., Any]:
+        norm = plan_fp8(self.launcher(problem, config), problem.layout)
+        if problem.op == "add_layer_norm_fp8":
+            return norm
+
+        def plan(x: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            y, _, row_scale, largest = norm(x, None, *others)
+            return y, row_scale, largest
+
+        return plan
 
 
 class BackwardVariant(NormBackward):
@@ -49,4 +63,5 @@ class BackwardVariant(NormBackward):
 
 
 FORWARD_VARIANTS = tuple(ForwardVariant(name) for name in SCOPES)
+FP8_VARIANTS = tuple(Fp8Variant(name) for name in SCOPES)
 BACKWARD_VARIANTS = tuple(BackwardVariant(name) for name in SCOPES)

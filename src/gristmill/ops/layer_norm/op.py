@@ -10,10 +10,10 @@ from gristmill.ops import inline
 from gristmill.ops.by_row import by_row
 from gristmill.ops.later import Later
 from gristmill.ops.layer_norm import problem, reference, semantics
-from gristmill.ops.layer_norm.cuda import BACKWARD_VARIANTS, FORWARD_VARIANTS
-from gristmill.ops.layer_norm.fp8 import ADD_LAYER_NORM_FP8, LAYER_NORM_FP8
+from gristmill.ops.layer_norm.cuda import BACKWARD_VARIANTS, FORWARD_VARIANTS, FP8_VARIANTS
 from gristmill.ops.layer_norm.plain import Library, LibraryBackward
 from gristmill.ops.norm_fp8.call import call_fp8
+from gristmill.ops.norm_fp8.op import Fp8Norm
 from gristmill.ops.norm_fp8.semantics import asked
 from gristmill.ops.op import Gradient, Op, no_second_gradient
 from gristmill.ops.plain import Reference
@@ -319,6 +319,16 @@ ADD_LAYER_NORM = Op(
     defaults=(None, None, 1e-5, 0.0, None),
     gradient=Gradient(_save_add, _backward_add),
     autocast=_autocast,
+)
+
+LAYER_NORM_FP8 = Fp8Norm(LAYER_NORM, layer_norm).op(
+    FP8_VARIANTS, summary="layer norm over the last dim, into FP8", space=space.LAYER_FP8
+)
+
+ADD_LAYER_NORM_FP8 = Fp8Norm(ADD_LAYER_NORM, add_layer_norm).op(
+    FP8_VARIANTS,
+    summary="the sum of x and a residual, and its layer norm into FP8",
+    space=space.LAYER_ADD_FP8,
 )
 
 LAYER_NORM_BACKWARD = Op(

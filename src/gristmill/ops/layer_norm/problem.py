@@ -1,6 +1,11 @@
-"""A call of a LayerNorm op as the chooser and the kernels see it."""
+"""A call of a LayerNorm op as the chooser and the kernels see it.
+
+`quantised` is what a norm into FP8 adds: scaling and amax.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -19,10 +24,13 @@ def forward_problem(
     eps: float,
     weight_offset: float,
     out_dtype: torch.dtype | None,
+    *,
+    op: str = "layer_norm",
+    **quantised: Any,
 ) -> Problem:
     tensors = (x, None, like(x, out_dtype or x.dtype), None)
     return problem.forward_problem(
-        "layer_norm", device, tensors, weight, bias, weight_offset, held=x.dtype, centered=True
+        op, device, tensors, weight, bias, weight_offset, held=x.dtype, centered=True, **quantised
     )
 
 
@@ -35,11 +43,14 @@ def add_problem(
     eps: float,
     weight_offset: float,
     out_dtype: torch.dtype | None,
+    *,
+    op: str = "add_layer_norm",
+    **quantised: Any,
 ) -> Problem:
     held = sum_dtype(x, residual)
     tensors = (x, residual, like(x, out_dtype or x.dtype), like(x, held))
     return problem.forward_problem(
-        "add_layer_norm", device, tensors, weight, bias, weight_offset, held=held, centered=True
+        op, device, tensors, weight, bias, weight_offset, held=held, centered=True, **quantised
     )
 
 

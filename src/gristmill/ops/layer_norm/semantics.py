@@ -10,19 +10,15 @@ from gristmill.ops import checks
 from gristmill.ops.norms.semantics import check_row_tensor, check_x, sum_dtype
 
 
-def check_forward(
-    x: Any, weight: Any, bias: Any, eps: Any, weight_offset: Any, out_dtype: Any
-) -> None:
-    check_x("layer_norm", x)
-    check_options("layer_norm", x, weight, bias, eps, weight_offset, out_dtype)
+def check_forward(x: Any, *options: Any, op: str = "layer_norm") -> None:
+    check_x(op, x)
+    _check_options(op, x, *options)
 
 
-def check_add(
-    x: Any, residual: Any, weight: Any, bias: Any, eps: Any, weight_offset: Any, out_dtype: Any
-) -> None:
-    check_x("add_layer_norm", x)
-    check_row_tensor("add_layer_norm", "residual", residual, x)
-    check_options("add_layer_norm", x, weight, bias, eps, weight_offset, out_dtype)
+def check_add(x: Any, residual: Any, *options: Any, op: str = "add_layer_norm") -> None:
+    check_x(op, x)
+    check_row_tensor(op, "residual", residual, x)
+    _check_options(op, x, *options)
 
 
 def check_backward(
@@ -47,7 +43,7 @@ def check_backward(
     checks.float_dtype(op, "bias_dtype", bias_dtype)
 
 
-def check_options(
+def _check_options(
     op: str,
     x: torch.Tensor,
     weight: Any,

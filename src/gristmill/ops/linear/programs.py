@@ -64,38 +64,62 @@ def tiles_program(product: Product, config: MatmulConfig, device: Device) -> Tri
         "pre": 16,
         # The number of rows takes part only where rows are contiguous: another number of them
         # should need no other kernel.
-        "rows": _divisor(product.rows) if product.a_strides[1] == 1 else 1,
-        "columns": _divisor(product.columns),
-        "depth": _divisor(product.depth),
-        **{name: _divisor(value) for name, value in _steps(product).items()},
+        "rows": divisor(product.rows) if product.a_strides[1] == 1 else 1,
+        "columns": divisor(product.columns),
+        "depth": divisor(product.depth),
+        **{name: divisor(value) for name, value in _steps(product).items()},
     }
-    return _program("matmul.py", "tiles", arguments, constants, divisors, config)
+    return program_of(
+        "matmul.py", "tiles", arguments, constants, divisors, config.warps, config.stages
+    )
 
 
 def add_program(product: Product, config: MatmulConfig, device: Device) -> TritonProgram:
     """`add_partials` of kernels/triton/matmul.py for this product."""
-    dtype = f"*{TYPES[product.dtype]}"
-    wide = _wide(product, config.split_k)
+    dtype = TYPES[product.dtype]
+    return adding_program(
+        product.columns,
+        config.split_k,
+        device,
+        out=dtype,
+        bias=dtype if product.bias else None,
+        pre=dtype if product.pre else None,
+        activation=product.activation,
+        wide=_wide(product, config.split_k),
+    )
+
+
+def adding_program(
+    columns: int,
+    split: int,
+    device: Device,
+    *,
+    out: str,
+    bias: str | None,
+    pre: str | None = None,
+    activation: str = "none",
+    wide: bool,
+) -> TritonProgram:
+    """`add_partials` of kernels/triton/matmul.py; `wide`: its offsets may not fit 32 bits."""
     arguments = {
         "partials": "*fp32",
-        "bias": dtype if product.bias else None,
-        "c": dtype,
-        "pre": dtype if product.pre else None,
+        "bias": bias and f"*{bias}",
+        "c": f"*{out}",
+        "pre": pre and f"*{pre}",
         "count": "i64" if wide else "i32",
         "columns": "i32",
     }
     constants = {
         "BLOCK": ADD_BLOCK,
-        "SPLIT": config.split_k,
+        "SPLIT": split,
         "WIDE": wide,
-        "ACTIVATION": product.activation,
+        "ACTIVATION": activation,
         "DEPENDENT": is_dependent(device),
         "EMULATED": False,
     }
-    columns = _divisor(product.columns)
-    divisors = {"partials": 16, "c": 16, "pre": 16, "count": columns, "columns": columns}
-    four_warps = MatmulConfig(0, 0, 0, stages=1, warps=4)
-    return _program("matmul.py", "add_partials", arguments, constants, divisors, four_warps)
+    each = divisor(columns)
+    divisors = {"partials": 16, "c": 16, "pre": 16, "count": each, "columns": each}
+    return program_of("matmul.py", "add_partials", arguments, constants, divisors, 4, 1)
 
 
 def persistent_program(product: Product, config: MatmulConfig, device: Device) -> TritonProgram:
@@ -127,17 +151,18 @@ def persistent_program(product: Product, config: MatmulConfig, device: Device) -
     # Rows are at multiples of 16 bytes, 8 elements; of more TMA has no use.
     divisors = dict.fromkeys(("a", "b", "c", "pre"), 16)
     divisors |= dict.fromkeys(("columns", "a_row", "b_row"), 8)
-    source = "matmul_persistent.py"
-    return _program(source, "persistent", arguments, constants, divisors, config)
+    file, warps, stages = "matmul_persistent.py", config.warps, config.stages
+    return program_of(file, "persistent", arguments, constants, divisors, warps, stages)
 
 
-def _program(
+def program_of(
     source: str,
     function: str,
     arguments: dict[str, Any],
     constants: dict[str, Any],
     divisors: dict[str, int],
-    config: MatmulConfig,
+    warps: int,
+    stages: int,
 ) -> TritonProgram:
     """`arguments` that have no type, such as None or the stride 1, are constants."""
     signature = {name: kind for name, kind in arguments.items() if isinstance(kind, str)}
@@ -148,8 +173,8 @@ def _program(
         signature=tuple(signature.items()),
         constants=(*fixed.items(), *constants.items()),
         divisible=tuple((name, divisors[name]) for name in signature if divisors.get(name, 1) > 1),
-        warps=config.warps,
-        stages=config.stages,
+        warps=warps,
+        stages=stages,
     )
 
 
@@ -212,7 +237,7 @@ def _reach(sizes: tuple[int, int, int], strides: tuple[int, int, int]) -> int:
     return sum(size * step for size, step in zip(sizes, strides, strict=True))
 
 
-def _divisor(value: int) -> int:
+def divisor(value: int) -> int:
     """The largest power of two up to 16 that divides `value`."""
     return math.gcd(value, 16) if value else 16
 

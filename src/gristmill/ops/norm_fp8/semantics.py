@@ -71,11 +71,10 @@ def check_quantisation(op: str, scale: Any, amax: Any, x: torch.Tensor) -> None:
 
 def outputs(
     x: torch.Tensor, scale: torch.Tensor | None, amax: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """y, scale and amax; the last two without elements where given or not wanted."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The last results, scale and amax: without elements where given or not wanted."""
     rows = (0,) if scale is not None else (*x.shape[:-1], 1)
     return (
-        torch.empty_like(x, dtype=FP8),
         x.new_empty(rows, dtype=torch.float32),
         x.new_empty(() if amax else (0,), dtype=torch.float32),
     )

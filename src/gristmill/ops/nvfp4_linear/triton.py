@@ -14,23 +14,30 @@ import torch
 from gristmill.formats.nvfp4.tensor import BLOCK, ROWS, TILES
 from gristmill.jit import TritonProgram
 from gristmill.ops import launch
-from gristmill.ops.linear.programs import ADD_BLOCK, INT32, SLACK, is_dependent
+from gristmill.ops.linear.programs import (
+    ADD_BLOCK,
+    INT32,
+    SLACK,
+    TYPES,
+    adding_program,
+    divisor,
+    is_dependent,
+    program_of,
+)
 from gristmill.ops.nvfp4_linear import semantics
 from gristmill.ops.nvfp4_linear.problem import Details, nothing_to_compute
 from gristmill.ops.nvfp4_linear.triton_configs import (
     RowsConfig,
-    by_warpgroup,
+    bytes_at_a_time,
     candidates,
     tile_count,
 )
 from gristmill.ops.ready import at_hand, out_of_reach
-from gristmill.select.device import Device
 from gristmill.select.problem import Problem
 from gristmill.select.variant import Variant
 
 _X = {"bfloat16": "bf16", "float16": "fp16"}
 _OUT = {**_X, "float32": "fp32"}
-_BIAS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 # Beyond, tiles of rows that each decode the weight anew cost more than to do it once and leave the
 # rest to cuBLAS: an estimate from counted instructions and moved bytes, not a measurement.
 _MOST_ROWS = 1024
@@ -122,7 +129,7 @@ def _unable(problem: Problem) -> str | None:
         return f"multiplies in 16 bits; x is {problem.dtype('x')}"
     if problem.dtype("out") not in _OUT:
         return f"computes in fp32: {problem.dtype('out')} needs more"
-    if details.bias not in (None, *_BIAS):
+    if details.bias not in (None, *TYPES):
         return f"adds a bias of fp32, bf16 or fp16, not {details.bias}"
     if details.layout == TILES and not details.weight_packed:
         return "takes codes and scales in tiles that are contiguous and aligned to 16 bytes"
@@ -145,79 +152,52 @@ def linear_program(problem: Problem, config: RowsConfig) -> TritonProgram:
     whole, dependent = config.split_k == 1, is_dependent(problem.device)
     out = _OUT[str(problem.dtype("out"))] if whole else "fp32"
     bias = details.bias if whole else None
-    signature = {
+    arguments = {
         "x": f"*{_X[str(problem.dtype('x'))]}",
         "codes": "*u8",
         "scales": "*i8",
         "row_scale": "*fp32",
-        **({} if bias is None else {"bias": f"*{_BIAS[bias]}"}),
+        "bias": None if bias is None else f"*{TYPES[bias]}",
         "y": f"*{out}",
         **dict.fromkeys(("rows", "columns", "blocks"), "i32"),
         **dict.fromkeys(("x_row", "code_row", "scale_row"), "i64"),
     }
     constants = {
-        **({"bias": None} if bias is None else {}),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
         "SPLIT": config.split_k,
         "TILES": details.layout == TILES,
         "EVEN_K": problem.dim("K") % (config.block_k * config.split_k) == 0,
-        "BYTES": _bytes_at_a_time(config, problem.device),
+        "BYTES": bytes_at_a_time(config, problem.device),
         "EARLY": config.early,
         "LINES": _lines(config) if dependent else 0,
         "DEPENDENT": dependent,
         "EMULATED": False,
     }
     _, columns, blocks, _, code_row, scale_row = _numbers(problem)
-    divisors = {"x": 16, "y": 16, "columns": _divisor(columns), "blocks": _divisor(blocks)}
+    divisors = {"x": 16, "y": 16, "columns": divisor(columns), "blocks": divisor(blocks)}
     # Rows of x lie at multiples of 16 bytes, and no more is said of them: one kernel for all.
     divisors["x_row"] = 8
     if details.weight_aligned:
         divisors |= {"codes": 16, "scales": 16}
-        divisors |= {"code_row": _divisor(code_row), "scale_row": _divisor(scale_row)}
-    return TritonProgram(
-        source="nvfp4.py",
-        function="nvfp4_linear",
-        signature=tuple(signature.items()),
-        constants=tuple(constants.items()),
-        divisible=_divisible(signature, divisors),
-        warps=config.warps,
-        stages=config.stages,
+        divisors |= {"code_row": divisor(code_row), "scale_row": divisor(scale_row)}
+    return program_of(
+        "nvfp4.py", "nvfp4_linear", arguments, constants, divisors, config.warps, config.stages
     )
 
 
 def add_program(problem: Problem, config: RowsConfig) -> TritonProgram:
     """`add_partials` of kernels/triton/matmul.py for this problem."""
     details: Details = problem.layout
-    wide = config.split_k * problem.rows * problem.dim("N") + SLACK > INT32
-    signature = {
-        "partials": "*fp32",
-        **({} if details.bias is None else {"bias": f"*{_BIAS[details.bias]}"}),
-        "c": f"*{_OUT[str(problem.dtype('out'))]}",
-        "count": "i64" if wide else "i32",
-        "columns": "i32",
-    }
-    constants = {
-        **({"bias": None} if details.bias is None else {}),
-        "pre": None,
-        "BLOCK": ADD_BLOCK,
-        "SPLIT": config.split_k,
-        "WIDE": wide,
-        "ACTIVATION": "none",
-        "DEPENDENT": is_dependent(problem.device),
-        "EMULATED": False,
-    }
-    columns = _divisor(problem.dim("N"))
-    divisors = {"partials": 16, "c": 16, "count": columns, "columns": columns}
-    return TritonProgram(
-        source="matmul.py",
-        function="add_partials",
-        signature=tuple(signature.items()),
-        constants=tuple(constants.items()),
-        divisible=_divisible(signature, divisors),
-        warps=4,
-        stages=1,
+    columns = problem.dim("N")
+    return adding_program(
+        columns,
+        config.split_k,
+        problem.device,
+        out=_OUT[str(problem.dtype("out"))],
+        bias=None if details.bias is None else TYPES[details.bias],
+        wide=config.split_k * problem.rows * columns + SLACK > INT32,
     )
 
 
@@ -235,26 +215,12 @@ def _numbers(problem: Problem) -> tuple[int, ...]:
     return problem.rows, problem.dim("N"), blocks, details.x_stride, code_row, scale_row
 
 
-def _bytes_at_a_time(config: RowsConfig, device: Device) -> int:
-    """Four bytes of codes are in a register, save for the operands of sm_90's warpgroups: one."""
-    return 1 if device.capability[0] == 9 and by_warpgroup(config, device) else 4
-
-
 def _lines(config: RowsConfig) -> int:
     """Cache lines of a row of codes that its first loads will want, as a power of two."""
     if not config.early:
         return 0
     lines = math.ceil((config.stages - 1) * config.block_k / 2 / 128)
     return 1 << (lines - 1).bit_length()
-
-
-def _divisible(signature: dict[str, str], divisors: dict[str, int]) -> tuple[tuple[str, int], ...]:
-    return tuple((name, divisors[name]) for name in signature if divisors.get(name, 1) > 1)
-
-
-def _divisor(value: int) -> int:
-    """The largest power of two up to 16 that divides `value`."""
-    return math.gcd(value, 16)
 
 
 def _plan(details: Details, run: Callable[..., None]) -> Callable[..., Any]:

@@ -35,6 +35,23 @@ _ACCUMULATORS = 64  # fp32 sums per thread, beside the operands, which are regis
 _SHARED_RESERVED = 2048
 _LEAST_STEPS = 4  # of a share of K
 
+# What is enumerated, for experts too: block_m, block_n, block_k and warps; stages.
+GRIDS = (
+    (8, 64, 256, 4),
+    (8, 64, 128, 2),
+    (8, 32, 512, 4),
+    (16, 64, 128, 2),
+    (16, 64, 256, 4),
+    (16, 128, 128, 4),
+    (32, 64, 128, 4),
+    (32, 128, 128, 4),
+    (64, 64, 128, 4),
+    (64, 128, 64, 4),
+    (64, 128, 128, 8),
+    (128, 128, 64, 8),
+)
+STAGES = (3, 4)
+
 
 @dataclass(frozen=True)
 class RowsConfig:
@@ -84,22 +101,7 @@ def _ordered(rows: int, columns: int, depth: int, device: Device) -> tuple[RowsC
 
 def _all(rows: int, depth: int) -> Iterator[RowsConfig]:
     for (block_m, block_n, block_k, warps), stages, split in itertools.product(
-        (
-            (8, 64, 256, 4),
-            (8, 64, 128, 2),
-            (8, 32, 512, 4),
-            (16, 64, 128, 2),
-            (16, 64, 256, 4),
-            (16, 128, 128, 4),
-            (32, 64, 128, 4),
-            (32, 128, 128, 4),
-            (64, 64, 128, 4),
-            (64, 128, 64, 4),
-            (64, 128, 128, 8),
-            (128, 128, 64, 8),
-        ),
-        (3, 4),
-        (1, 2, 4, 8),
+        GRIDS, STAGES, (1, 2, 4, 8)
     ):
         if not 8 <= block_m <= max(8, rows) or (block_m < 64 and rows > 4 * block_m):
             continue
@@ -109,14 +111,25 @@ def _all(rows: int, depth: int) -> Iterator[RowsConfig]:
 
 
 def estimate(config: RowsConfig, rows: int, columns: int, depth: int, device: Device) -> float:
-    """About how many us the kernel takes.
+    """About how many us the kernel takes."""
+    programs = tile_count(config, rows, columns) * config.split_k
+    moved = columns * depth * 9 / 16 + 2.0 * rows * (depth + columns)
+    us = _LAUNCH_US + product_us(config, programs, depth, moved, device)
+    if config.split_k > 1:
+        us += _SECOND_KERNEL_US + 8.0 * rows * columns * config.split_k / _PARTIALS_RATE
+    return us
 
-    An SM gets `each` programs, some of them at a time. A step along K takes as long as decoding
-    and products, which hardly overlap, or as the latency of its loads; meanwhile memory must
-    deliver every byte once.
+
+def product_us(
+    config: RowsConfig, programs: float, depth: int, moved: float, device: Device
+) -> float:
+    """About how many us so many programs take, without the launch, if they move so many bytes.
+
+    An SM gets `each` of them, some at a time. A step along K takes as long as decoding and
+    products, which hardly overlap, or as the latency of its loads; meanwhile memory must deliver
+    every byte once.
     """
-    multiprocessors = max(1, device.multiprocessors)
-    each = math.ceil(tile_count(config, rows, columns) * config.split_k / multiprocessors)
+    each = math.ceil(programs / max(1, device.multiprocessors))
     resident = min(each, _resident(config, device))
     steps = math.ceil(depth / (config.block_k * config.split_k))
     decoding = (
@@ -124,15 +137,9 @@ def estimate(config: RowsConfig, rows: int, columns: int, depth: int, device: De
     )
     rate = _WARPGROUP_RATE if by_warpgroup(config, device) else _TENSOR_RATE
     products = 2.0 * config.block_m * config.block_n * config.block_k / rate
-    latency = _LATENCY_US / (config.stages - 1)
-    waves = math.ceil(each / resident)
-    step = max(resident * (decoding + products), latency)
-    work = waves * (steps * step + _WAVE_US)
-    moved = columns * depth * 9 / 16 + 2.0 * rows * (depth + columns)
-    us = _LAUNCH_US + max(work, moved / (device.bandwidth / 1e6 or _BANDWIDTH))
-    if config.split_k > 1:
-        us += _SECOND_KERNEL_US + 8.0 * rows * columns * config.split_k / _PARTIALS_RATE
-    return us
+    step = max(resident * (decoding + products), _LATENCY_US / (config.stages - 1))
+    work = math.ceil(each / resident) * (steps * step + _WAVE_US)
+    return max(work, moved / (device.bandwidth / 1e6 or _BANDWIDTH))
 
 
 def by_warpgroup(config: RowsConfig, device: Device) -> bool:
@@ -142,6 +149,11 @@ def by_warpgroup(config: RowsConfig, device: Device) -> bool:
     """
     tall = config.block_n >= 64 and config.block_m >= 16 and config.warps % 4 == 0
     return tall and device.capability[0] in (9, 10)
+
+
+def bytes_at_a_time(config: RowsConfig, device: Device) -> int:
+    """Four bytes of codes are in a register, save for the operands of sm_90's warpgroups: one."""
+    return 1 if device.capability[0] == 9 and by_warpgroup(config, device) else 4
 
 
 def _decoded(config: RowsConfig, device: Device) -> int:

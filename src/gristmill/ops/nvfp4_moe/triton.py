@@ -20,12 +20,12 @@ from gristmill.ops.experts import routing
 from gristmill.ops.experts.combine import Combine
 from gristmill.ops.experts.ids import IdFacts
 from gristmill.ops.experts.routing import Routing
-from gristmill.ops.linear.programs import INT32, SLACK, is_dependent
+from gristmill.ops.linear.programs import INT32, SLACK, TYPES, is_dependent
 from gristmill.ops.nvfp4_moe import semantics
 from gristmill.ops.nvfp4_moe.problem import Details
 from gristmill.ops.nvfp4_moe.semantics import Call
 from gristmill.ops.nvfp4_moe.triton_configs import FEW, ExpertsConfig, candidates
-from gristmill.ops.nvfp4_moe.triton_programs import FLOATS, PRODUCTS, X, numbers, product_program
+from gristmill.ops.nvfp4_moe.triton_programs import PRODUCTS, X, numbers, product_program
 from gristmill.ops.ready import at_hand, out_of_reach
 from gristmill.select.problem import Problem
 from gristmill.select.variant import Variant
@@ -132,7 +132,7 @@ def _unable(problem: Problem) -> str | None:
         ("w13_bias", details.w13_bias),
         ("w2_bias", details.w2_bias),
     ):
-        if dtype not in (None, *FLOATS):
+        if dtype not in (None, *TYPES):
             return f"takes {name} of fp32, bf16 or fp16, not {dtype}"
     for weight in (details.w13, details.w2):
         if weight.codes_strides is None or weight.scales_strides is None:

@@ -13,24 +13,18 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gristmill.ops.nvfp4_linear.triton_configs import RowsConfig, by_warpgroup, shared_bytes
+from gristmill.ops.nvfp4_linear.triton_configs import (
+    GRIDS,
+    STAGES,
+    RowsConfig,
+    product_us,
+    shared_bytes,
+)
 from gristmill.select.device import Device
 
 CANDIDATES = 10
 # Up to so many slots every program of the products looks at all of them, and nothing is sorted.
 FEW = 64
-
-# The model's numbers; time is in us. As in nvfp4_linear/triton_configs.py they are counted and from
-# data sheets, not fitted.
-_INSTRUCTIONS = 9.0
-_LANES = 128 * 1.6e3
-_TENSOR_RATE = 3.5e6
-_WARPGROUP_RATE = 5.0e6
-_BANDWIDTH = 2.0e6
-_LATENCY_US = 0.9
-_WAVE_US = 1.0
-_REGISTERS = 65536
-_SHARED_RESERVED = 2048
 
 
 @dataclass(frozen=True)
@@ -97,23 +91,7 @@ def _ordered(sizes: Sizes, device: Device) -> tuple[ExpertsConfig, ...]:
 
 
 def _all(sizes: Sizes) -> Iterator[ExpertsConfig]:
-    for (block_m, block_n, block_k, warps), stages in itertools.product(
-        (
-            (8, 64, 256, 4),
-            (8, 64, 128, 2),
-            (8, 32, 512, 4),
-            (16, 64, 128, 2),
-            (16, 64, 256, 4),
-            (16, 128, 128, 4),
-            (32, 64, 128, 4),
-            (32, 128, 128, 4),
-            (64, 64, 128, 4),
-            (64, 128, 64, 4),
-            (64, 128, 128, 8),
-            (128, 128, 64, 8),
-        ),
-        (3, 4),
-    ):
+    for (block_m, block_n, block_k, warps), stages in itertools.product(GRIDS, STAGES):
         if block_m > max(16, 2 * sizes.each) or block_m > max(8, sizes.slots):
             continue
         if block_m < 64 and sizes.each > 4 * block_m:
@@ -128,44 +106,16 @@ def _all(sizes: Sizes) -> Iterator[ExpertsConfig]:
 def estimate(config: ExpertsConfig, sizes: Sizes, device: Device) -> float:
     """About how many us both products take; what comes before and after is the same for all.
 
-    An SM gets some of the programs at a time. A step along K takes as long as decoding and
-    products, which hardly overlap, or as the latency of its loads; meanwhile memory must deliver
-    the weights of every expert that has a slot.
+    Memory must deliver the weights of every expert that has a slot.
     """
-    bandwidth = device.bandwidth / 1e6 or _BANDWIDTH
     total = 0.0
     for rows, depth in ((2 * sizes.inner, sizes.hidden), (sizes.hidden, sizes.inner)):
         programs = tiles_expected(config, sizes) * math.ceil(rows / config.block_n)
-        each = math.ceil(programs / max(1, device.multiprocessors))
-        resident = min(each, _resident(config, device))
-        decoding = (
-            config.block_n * config.block_k / 2 * _INSTRUCTIONS * _decoded(config, device) / _LANES
-        )
-        by_group = by_warpgroup(config.product(), device)
-        rate = _WARPGROUP_RATE if by_group else _TENSOR_RATE
-        products = 2.0 * config.block_m * config.block_n * config.block_k / rate
-        step = max(resident * (decoding + products), _LATENCY_US / (config.stages - 1))
-        steps = math.ceil(depth / config.block_k)
-        work = math.ceil(each / resident) * (steps * step + _WAVE_US)
         moved = sizes.used * rows * depth * 9 / 16 + 2.0 * sizes.slots * (depth + rows)
-        total += max(work, moved / bandwidth)
+        total += product_us(config.product(), programs, depth, moved, device)
     return total
 
 
 def tiles_expected(config: ExpertsConfig, sizes: Sizes) -> float:
     """Tiles of slots: the last one of an expert is half empty."""
     return sizes.used * max(1.0, sizes.each / config.block_m + 0.5)
-
-
-def _decoded(config: ExpertsConfig, device: Device) -> int:
-    """How many warps decode the same values: those that share rows of the weight."""
-    if by_warpgroup(config.product(), device):
-        return 1
-    return max(1, 16 * config.warps // config.block_n, min(config.warps, config.block_m // 32))
-
-
-def _resident(config: ExpertsConfig, device: Device) -> int:
-    by_shared = (device.shared_per_block + _SHARED_RESERVED) // shared_bytes(config.product())
-    sums = config.block_m * config.block_n // (32 * config.warps)
-    by_registers = _REGISTERS // (min(255, 100 + sums) * 32 * config.warps)
-    return max(1, min(by_shared, by_registers))

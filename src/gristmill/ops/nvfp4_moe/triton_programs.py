@@ -13,8 +13,8 @@ import torch
 
 from gristmill.formats.nvfp4.tensor import BLOCK, TILES
 from gristmill.jit import TritonProgram
-from gristmill.ops.linear.programs import is_dependent
-from gristmill.ops.nvfp4_linear.triton_configs import by_warpgroup
+from gristmill.ops.linear.programs import TYPES, divisor, is_dependent, program_of
+from gristmill.ops.nvfp4_linear.triton_configs import bytes_at_a_time
 from gristmill.ops.nvfp4_moe.problem import Details, WeightFacts
 from gristmill.ops.nvfp4_moe.triton_configs import FEW, ExpertsConfig
 from gristmill.select.problem import Problem
@@ -23,7 +23,6 @@ Which = Literal["up", "down"]
 PRODUCTS: tuple[Which, Which] = ("up", "down")  # gate and up in one
 
 X = {"bfloat16": "bf16", "float16": "fp16"}
-FLOATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _INTEGERS = {torch.int32: "i32", torch.int64: "i64"}
 _TILE_BLOCKS = 4  # scales of a row in a tile
 
@@ -47,7 +46,7 @@ def product_program(problem: Problem, config: ExpertsConfig, which: Which) -> Tr
         "codes": "*u8",
         "scales": "*i8",
         "row_scale": "*fp32",
-        "bias": None if bias is None else f"*{FLOATS[bias]}",
+        "bias": None if bias is None else f"*{TYPES[bias]}",
         "y": f"*{x}" if gated else "*fp32",
         "most_tiles": "i32",
         "topk": "i32",
@@ -62,10 +61,7 @@ def product_program(problem: Problem, config: ExpertsConfig, which: Which) -> Tr
         "limit": "fp32" if gated else None,
         "slope": "fp32" if gated else None,
     }
-    signature = {name: kind for name, kind in arguments.items() if kind is not None}
-    by_group = by_warpgroup(config.product(), problem.device)
     constants = {
-        **{name: None for name, kind in arguments.items() if kind is None},
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
@@ -74,21 +70,20 @@ def product_program(problem: Problem, config: ExpertsConfig, which: Which) -> Tr
         "SLOTS": FEW if few else 0,
         "TILES": details.layout == TILES,
         "EVEN_K": _depth(problem, which) % config.block_k == 0,
-        # As in the linear product: four bytes of codes are in a register, save for the operands of
-        # sm_90's warpgroups.
-        "BYTES": 1 if problem.device.capability[0] == 9 and by_group else 4,
+        "BYTES": bytes_at_a_time(config.product(), problem.device),
         "ACTIVATION": details.activation if gated else "none",
         "DEPENDENT": is_dependent(problem.device),
         "EMULATED": False,
     }
-    return TritonProgram(
-        source="nvfp4_moe.py",
-        function="nvfp4_experts",
-        signature=tuple(signature.items()),
-        constants=tuple(constants.items()),
-        divisible=_divisible(problem, which, weight, signature),
-        warps=config.warps,
-        stages=config.stages,
+    divisors = _divisors(problem, which, weight)
+    return program_of(
+        "nvfp4_moe.py",
+        "nvfp4_experts",
+        arguments,
+        constants,
+        divisors,
+        config.warps,
+        config.stages,
     )
 
 
@@ -129,19 +124,17 @@ def _sizes(problem: Problem, which: Which) -> dict[str, int]:
     }
 
 
-def _divisible(
-    problem: Problem, which: Which, weight: WeightFacts, signature: dict[str, str]
-) -> tuple[tuple[str, int], ...]:
+def _divisors(problem: Problem, which: Which, weight: WeightFacts) -> dict[str, int]:
     sizes = _sizes(problem, which)
     divisors = {"x": 16, "y": 16}
-    divisors |= {name: _divisor(sizes[name]) for name in ("rows", "blocks")}
+    divisors |= {name: divisor(sizes[name]) for name in ("rows", "blocks")}
     # Rows of x lie at multiples of 16 bytes, and no more is said of them: one kernel for all.
     divisors["x_row"] = 8
     if weight.aligned:
         divisors |= {"codes": 16, "scales": 16}
         names = ("code_matrix", "code_row", "scale_matrix", "scale_row")
-        divisors |= {name: _divisor(sizes[name]) for name in names}
-    return tuple((name, divisors[name]) for name in signature if divisors.get(name, 1) > 1)
+        divisors |= {name: divisor(sizes[name]) for name in names}
+    return divisors
 
 
 def _weight(details: Details, which: Which) -> tuple[WeightFacts, torch.dtype | None]:
@@ -156,8 +149,3 @@ def _depth(problem: Problem, which: Which) -> int:
 
 def _is_few(problem: Problem) -> bool:
     return problem.rows * problem.dim("k") <= FEW
-
-
-def _divisor(value: int) -> int:
-    """The largest power of two up to 16 that divides `value`; 0 is a multiple of all."""
-    return math.gcd(value, 16) if value else 16

@@ -57,4 +57,4 @@ def _plan_add(norm: Plan) -> Callable[..., Any]:
     return plan
 
 
-VARIANTS = tuple(Fp8Variant(name) for name in SCOPES)
+FP8_VARIANTS = tuple(Fp8Variant(name) for name in SCOPES)

@@ -11,14 +11,15 @@ from gristmill.ops import inline
 from gristmill.ops.by_row import by_row
 from gristmill.ops.later import Later
 from gristmill.ops.norm_fp8.call import call_fp8
+from gristmill.ops.norm_fp8.op import Fp8Norm
 from gristmill.ops.norm_fp8.semantics import asked
 from gristmill.ops.op import Gradient, Op, no_second_gradient
 from gristmill.ops.plain import Reference
 from gristmill.ops.rms_norm import problem, reference, semantics
 from gristmill.ops.rms_norm.cuda import FORWARD_VARIANTS
 from gristmill.ops.rms_norm.cuda_backward import BACKWARD_VARIANTS
+from gristmill.ops.rms_norm.cuda_fp8 import FP8_VARIANTS
 from gristmill.ops.rms_norm.cutedsl import CUTEDSL
-from gristmill.ops.rms_norm.fp8 import ADD_RMS_NORM_FP8, RMS_NORM_FP8
 from gristmill.ops.rms_norm.plain import Library, LibraryBackward
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ def fused_add_rms_norm_(
     value is rounded to the weight's dtype before the product.
 
     Args:
-        x, residual: ``(..., N)``, one shape; both are overwritten.
+        x, residual: ``(..., N)``, one shape; both are overwritten, so they share no memory.
         weight: ``(N,)`` or None.
         eps: added to the mean of squares.
     """
@@ -209,6 +210,11 @@ def fused_add_rms_norm_(
         )
     if torch.compiler.is_compiling():
         FUSED_ADD_RMS_NORM_.overload(x, residual, weight, eps)
+    elif x is residual:
+        raise ArgumentError(
+            "fused_add_rms_norm_: x and residual are overwritten, each with its own result, and "
+            "must be two tensors; got one as both"
+        )
     else:
         FUSED_ADD_RMS_NORM_.call(tensors, (x, residual, weight, eps))
 
@@ -284,6 +290,12 @@ def _autocast_forward(*args: Any) -> tuple[Any, ...]:
     return *tensors, eps, weight_offset, "once", out_dtype or own
 
 
+def _autocast_fp8(*args: Any) -> tuple[Any, ...]:
+    """As above; the result is FP8, as was asked for."""
+    *others, _, amax = args
+    return *others, "once", amax
+
+
 RMS_NORM = Op(
     name="rms_norm",
     schema=f"(Tensor x, {_OPTIONS}) -> Tensor",
@@ -333,6 +345,20 @@ ADD_RMS_NORM = Op(
     defaults=(None, 1e-6, 0.0, "once", None),
     gradient=Gradient(_save_add, _backward_add),
     autocast=_autocast_forward if semantics.TORCH_AUTOCASTS else None,
+)
+
+RMS_NORM_FP8 = Fp8Norm(RMS_NORM, rms_norm).op(
+    FP8_VARIANTS,
+    summary="root mean square norm over the last dim, into FP8",
+    space=space.RMS_FP8,
+    autocast=_autocast_fp8 if semantics.TORCH_AUTOCASTS else None,
+)
+
+ADD_RMS_NORM_FP8 = Fp8Norm(ADD_RMS_NORM, add_rms_norm).op(
+    FP8_VARIANTS,
+    summary="the sum of x and a residual, and its RMSNorm into FP8",
+    space=space.RMS_ADD_FP8,
+    autocast=_autocast_fp8 if semantics.TORCH_AUTOCASTS else None,
 )
 
 FUSED_ADD_RMS_NORM_ = Op(

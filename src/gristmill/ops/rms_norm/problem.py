@@ -1,6 +1,11 @@
-"""A call of an RMSNorm op as the chooser and the kernels see it."""
+"""A call of an RMSNorm op as the chooser and the kernels see it.
+
+`quantised` is what a norm into FP8 adds: scaling and amax.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -19,10 +24,13 @@ def forward_problem(
     weight_offset: float,
     casting: str,
     out_dtype: torch.dtype | None,
+    *,
+    op: str = "rms_norm",
+    **quantised: Any,
 ) -> Problem:
     tensors = (x, None, like(x, out_dtype or x.dtype), None)
     return problem.forward_problem(
-        "rms_norm",
+        op,
         device,
         tensors,
         weight,
@@ -31,6 +39,7 @@ def forward_problem(
         held=x.dtype,
         centered=False,
         casting=casting,
+        **quantised,
     )
 
 
@@ -43,11 +52,14 @@ def add_problem(
     weight_offset: float,
     casting: str,
     out_dtype: torch.dtype | None,
+    *,
+    op: str = "add_rms_norm",
+    **quantised: Any,
 ) -> Problem:
     held = sum_dtype(x, residual)
     tensors = (x, residual, like(x, out_dtype or x.dtype), like(x, held))
     return problem.forward_problem(
-        "add_rms_norm",
+        op,
         device,
         tensors,
         weight,
@@ -56,6 +68,7 @@ def add_problem(
         held=held,
         centered=False,
         casting=casting,
+        **quantised,
     )
 
 

@@ -17,7 +17,6 @@ __all__ = [
     "check_backward",
     "check_forward",
     "check_fused_add",
-    "check_options",
     "check_row_tensor",
     "check_x",
     "epsilon",
@@ -38,19 +37,15 @@ def epsilon(eps: float | None, dtype: torch.dtype) -> float:
     return torch.finfo(accumulator(dtype)).eps if eps is None else eps
 
 
-def check_forward(
-    x: Any, weight: Any, eps: Any, weight_offset: Any, casting: Any, out_dtype: Any
-) -> None:
-    check_x("rms_norm", x)
-    check_options("rms_norm", x, weight, eps, weight_offset, casting, out_dtype)
+def check_forward(x: Any, *options: Any, op: str = "rms_norm") -> None:
+    check_x(op, x)
+    _check_options(op, x, *options)
 
 
-def check_add(
-    x: Any, residual: Any, weight: Any, eps: Any, weight_offset: Any, casting: Any, out_dtype: Any
-) -> None:
-    check_x("add_rms_norm", x)
-    check_row_tensor("add_rms_norm", "residual", residual, x)
-    check_options("add_rms_norm", x, weight, eps, weight_offset, casting, out_dtype)
+def check_add(x: Any, residual: Any, *options: Any, op: str = "add_rms_norm") -> None:
+    check_x(op, x)
+    check_row_tensor(op, "residual", residual, x)
+    _check_options(op, x, *options)
 
 
 def check_fused_add(x: Any, residual: Any, weight: Any, eps: Any) -> None:
@@ -123,7 +118,7 @@ def outputs_backward(
     return dx, x.new_empty(0)
 
 
-def check_options(
+def _check_options(
     op: str,
     x: torch.Tensor,
     weight: Any,
