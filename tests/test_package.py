@@ -17,7 +17,7 @@ PACKAGE = ROOT / "src" / "gristmill"
 
 # Each module may import from its own row and those above it: docs/design.md.
 LAYERS = (
-    ("version", "errors"),
+    ("version", "errors", "names"),
     ("locks",),
     ("settings", "log"),
     ("nvtx",),

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from gristmill.errors import ArgumentError, GristmillError
+from gristmill.errors import GristmillError
 from gristmill.formats.nvfp4 import NVFP4Tensor, PackedNVFP4
 from gristmill.multikernel import MultiKernel, live
 from gristmill.ops.op import Op
-from gristmill.ops.registry import OPS
+from gristmill.ops.registry import OPS, known_op
 from gristmill.select.explain import Explanation, explain_problem
 from gristmill.select.problem import Problem
 from gristmill.select.sight import spoken_for
@@ -37,9 +37,9 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     if isinstance(kernels, MultiKernel):
         return kernels.explain(*args, **kwargs)
     name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
-    found = next((one for one in OPS.values() if one.function is op), OPS.get(name))
+    found = next((one for one in OPS.values() if one.function is op), None)
     if found is None:
-        raise ArgumentError(f"explain: there is no op {name!r}; there are: {', '.join(OPS)}")
+        found = known_op(name)
     into_fp8 = OPS.get(f"{found.name}_fp8")
     if into_fp8 is not None and kwargs.get("out_dtype") is torch.float8_e4m3fn:
         # One function, but an op of its own.

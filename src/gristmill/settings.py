@@ -7,7 +7,6 @@ not of `import gristmill`.
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from gristmill.errors import SettingsError
+from gristmill.names import meant
 
 PREFIX = "GRISTMILL_"
 
@@ -162,7 +162,7 @@ def _parse(environment: Mapping[str, str]) -> Settings:
         if name.startswith(PREFIX) and name not in known:
             raise SettingsError(
                 f"{name} is not a setting of gristmill"
-                f"{_meant(name, known)}; there are: {', '.join(sorted(known))}"
+                f"{meant(name, known)}; there are: {', '.join(sorted(known))}"
             )
     return Settings(
         cache_dir=_cache_dir(environment),
@@ -190,7 +190,7 @@ def _word(environment: Mapping[str, str], variable: Variable) -> str:
     allowed = variable.values.split("|")
     if text.lower() not in allowed:
         raise SettingsError(
-            f"{variable.name}={text!r} is not allowed{_meant(text.lower(), allowed)}; "
+            f"{variable.name}={text!r} is not allowed{meant(text.lower(), allowed)}; "
             f"it takes one of: {', '.join(allowed)}"
         )
     return text.lower()
@@ -211,7 +211,7 @@ def _vllm(text: str) -> frozenset[str]:
     parts = frozenset(filter(None, (piece.strip().lower() for piece in text.split(","))))
     for part in sorted(parts - set(VLLM_PARTS)):
         raise SettingsError(
-            f"{VLLM.name}: {part!r} is not allowed{_meant(part, list(VLLM_PARTS))}; "
+            f"{VLLM.name}: {part!r} is not allowed{meant(part, list(VLLM_PARTS))}; "
             f"it takes any of: {', '.join(VLLM_PARTS)}"
         )
     return parts
@@ -246,8 +246,3 @@ def _path(variable: Variable, text: str) -> Path:
         return Path(text).expanduser().absolute()
     except RuntimeError as error:
         raise SettingsError(f"{variable.name}={text!r}: {error}") from error
-
-
-def _meant(word: str, known: set[str] | list[str]) -> str:
-    close = difflib.get_close_matches(word, sorted(known), n=1)
-    return f" (did you mean {close[0]}?)" if close else ""

@@ -23,7 +23,7 @@ from gristmill.jit import cache
 from gristmill.jit.compilers import Compilable, from_text
 from gristmill.jit.parallel import Compiled, compile_all
 from gristmill.log import logger, one_line
-from gristmill.ops.registry import OPS
+from gristmill.ops.registry import OPS, known_op
 from gristmill.ops.space import Needed, programs_of
 from gristmill.select.chooser import choices
 from gristmill.select.device import KNOWN, Device, device_of
@@ -245,10 +245,7 @@ def targets_of(device: torch.device | str | None, arch: str | Sequence[str] | No
 
 def _names(ops: Ops) -> list[str]:
     names = list(OPS) if ops is None else [ops] if isinstance(ops, str) else list(ops)
-    for name in names:
-        if name not in OPS:
-            raise ArgumentError(f"warmup: unknown op {name!r}: there are {', '.join(OPS)}")
-    return names
+    return [known_op(name).name for name in names]
 
 
 def _at_shapes(wanted: Wanted, names: Sequence[str], target: Device) -> Iterator[Needed]:

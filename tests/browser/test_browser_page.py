@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from bench.committed import committed
 from browser.checks import faint, overflows, overlaps
-from browser.driver import Browser, Tab, find_browser
+from browser.driver import Browser, Tab
 from browser.png import Pixel, pixels
 
 from gristmill.bench.page import write_page
@@ -20,24 +18,6 @@ SCHEMES = ("light", "dark")
 REFUSED = """
 Object.defineProperty(window, "localStorage", { get() { throw new Error("refused"); } });
 """
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    path = find_browser()
-    if path is None:
-        reason = "no Chromium is here: tools/browser installs one where it can"
-        if os.environ.get("REQUIRE_BROWSER") == "1":
-            pytest.fail(reason)
-        pytest.skip(reason)
-    with Browser(path, tmp_path_factory.mktemp("browser")) as started:
-        yield started
-
-
-@pytest.fixture
-def tab(browser: Browser) -> Iterator[Tab]:
-    with browser.tab() as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")

@@ -208,11 +208,16 @@ def test_explain_as_text_names_the_choice(run: Run) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("explain rms_nrm", "unknown op 'rms_nrm': there are rms_norm"),
+        ("explain rms_nrm", "unknown op 'rms_nrm' (did you mean rms_norm?): there are rms_norm"),
+        ("explain rms_norm_bwd", "(did you mean rms_norm_backward?)"),
+        ("explain rms_norm --shape 9999999999x9999999999", "is too large"),
         ("explain rms_norm --shape 12xx3", "'12xx3' is not a shape"),
         ("explain rms_norm --dtype int4", "'int4' is not one of bfloat16"),
         ("explain rms_norm --arch sm_50", "unknown architecture 'sm_50': there are sm_80"),
         ("warmup no_op --arch sm_90a", "unknown op 'no_op'"),
+        ("warmup rmsnorm --arch sm_90a", "unknown op 'rmsnorm' (did you mean rms_norm?)"),
+        ("tune rmsnorm", "unknown op 'rmsnorm' (did you mean rms_norm?)"),
+        ("tables rmsnorm", "unknown op 'rmsnorm' (did you mean rms_norm?)"),
         ("warmup --arch h200", "unknown architecture 'h200'"),
         ("warmup", "there is no GPU here; name the architecture"),
         ("bench no_suite", "unknown suite 'no_suite': there are rms_norm"),

@@ -102,6 +102,8 @@ def test_export_of_a_part(tmp_path) -> None:
     gristmill("cache", "export", tmp_path / "b", "--source", "soft*", "--arch", "sm_100a")
     (name,) = names(tmp_path / "b")
     assert name.startswith("kernels/softmax-sm_100a-")
+    where = tmp_path / "no_such_folder"
+    assert f"there is no folder {where}" in gristmill("cache", "export", where / "d", code=2)
     out = gristmill("cache", "export", tmp_path / "c", "--arch", "sm_80", code=1)
     assert "holds no such kernel" in out
     assert not (tmp_path / "c").exists()

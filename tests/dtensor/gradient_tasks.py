@@ -342,7 +342,7 @@ def refused() -> list[str]:
     ops = torch.ops.gristmill
     told = [
         _message(lambda: gristmill.fused_add_rms_norm_(x, whole)),
-        _message(lambda: gristmill.fused_add_rms_norm_(columns, columns)),
+        _message(lambda: gristmill.fused_add_rms_norm_(columns, columns.clone())),
         _message(lambda: ops.cross_entropy_one_pass_(x, target)),
         _message(lambda: gristmill.rms_norm(x, torch.ones(16))),
         _message(lambda: gristmill.rms_norm(x, eps=-1.0)),

@@ -144,7 +144,7 @@ def test_shapes_that_make_no_sense_are_told() -> None:
     assert [job.key.split(" ")[0] for job in plan.jobs] == ["rms_norm"]
     assert any("nvfp4_linear" in note and "multiple" in note for note in plan.notes)
     assert "rms_norm: 0x32 has no rows" in plan.notes
-    with pytest.raises(ArgumentError, match="unknown op 'norm': there are rms_norm"):
+    with pytest.raises(ArgumentError, match=r"unknown op 'norm' .*: there are rms_norm"):
         plan_by_shapes(["norm"], CPU)
 
 

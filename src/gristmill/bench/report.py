@@ -40,8 +40,8 @@ LEFT = {
 # As many notes that say the same are told one by one.
 _FEW_NOTES = 3
 CPU_NOTE = (
-    "No GPU took part: what ran of gristmill are its reference and library variants. Times of a "
-    "CPU say nothing about a GPU: only the ratios mean anything."
+    "No GPU took part, so no kernel of gristmill ran: what was timed stands in for them on a CPU, "
+    "torch's own ops and plain formulas. Neither times nor ratios say anything about a GPU."
 )
 
 

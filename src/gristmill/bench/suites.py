@@ -6,7 +6,6 @@ it, and what one row per implementation is written for.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from gristmill.bench.layers import SETS as LAYER_SETS
 from gristmill.bench.layers import Layer, products
 from gristmill.bench.shapes import OF_TASKS, SETS, Shape, sets_of, shapes_of
 from gristmill.errors import ArgumentError
+from gristmill.names import meant
 
 DTYPES = ("bfloat16", "float16", "float32")
 # As DeepSeek-V3 has it, beside a bias.
@@ -209,9 +209,9 @@ def known(kind: str, name: str, names: Iterable[str]) -> str:
     names = list(names)
     if name in names:
         return name
-    close = difflib.get_close_matches(name, names, n=1)
-    guess = f" (did you mean {close[0]}?)" if close else ""
-    raise ArgumentError(f"unknown {kind} {name!r}{guess}: there are {', '.join(names)}")
+    raise ArgumentError(
+        f"unknown {kind} {name!r}{meant(name, names)}: there are {', '.join(names)}"
+    )
 
 
 def layers_of(text: str) -> tuple[Layer, ...]:

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from gristmill.cli.common import console, write_json
-from gristmill.errors import BundleError, GristmillError
+from gristmill.errors import ArgumentError, BundleError, GristmillError
 from gristmill.jit import bundle, cache, entry
 from gristmill.jit.bundle import KERNELS, TABLES, Bundle
 from gristmill.jit.folder import (
@@ -85,6 +85,8 @@ def clear(*, ask: bool) -> None:
 def export(path: Path, archs: list[str], sources: list[str], *, tables: bool) -> None:
     """Write the kernels of the user's folder, and its tables, into a bundle."""
     _refuse_unusable()
+    if not path.absolute().parent.is_dir():
+        raise ArgumentError(f"cache export: there is no folder {path.absolute().parent}")
     kernels = []
     for kept in cache.entries():
         about = kept.entry

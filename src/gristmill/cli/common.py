@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -26,6 +27,7 @@ SHAPE_HELP = (
     "linear, matmul and nvfp4_linear MxNxK, or MxK for N = K, of moe and nvfp4_moe "
     "MxEXPERTSxTOPKxHxI, or MxH, of topk_router MxEXPERTSxTOPK, or MxEXPERTS for a topk of 8."
 )
+MOST_ELEMENTS = 10**17  # torch counts bytes in 64 bits
 DTYPE_NAMES = ("bfloat16", "float16", "float32", "float64")
 DTYPE_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 DTYPE_HELP = "bfloat16, float16 or float32 (or bf16, fp16, fp32)."
@@ -48,7 +50,10 @@ def write_json(value: Any) -> None:
 def parse_shape(text: str) -> tuple[int, ...]:
     if not re.fullmatch(r"\d+([x×,]\d+)*", text):
         raise ArgumentError(f"{text!r} is not a shape: write rows x columns as in 4096x8192")
-    return tuple(int(part) for part in re.split("[x×,]", text))
+    shape = tuple(int(part) for part in re.split("[x×,]", text))
+    if math.prod(shape) > MOST_ELEMENTS:
+        raise ArgumentError(f"{text!r} is too large: sizes multiply to at most {MOST_ELEMENTS:.0e}")
+    return shape
 
 
 def parse_options(words: Sequence[str]) -> dict[str, Any]:

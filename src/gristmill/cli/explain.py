@@ -14,9 +14,8 @@ from gristmill.cli.common import (
     torch_dtype,
     write_json,
 )
-from gristmill.errors import ArgumentError
 from gristmill.explain import explain_call
-from gristmill.ops.registry import OPS
+from gristmill.ops.registry import known_op
 from gristmill.select.device import device_of
 from gristmill.select.overrides import batch_invariant as batch_invariant_rows
 from gristmill.select.overrides import is_batch_invariant
@@ -34,9 +33,7 @@ def run(
     batch_invariant: bool,
     as_json: bool,
 ) -> None:
-    if name not in OPS:
-        raise ArgumentError(f"unknown op {name!r}: there are {', '.join(OPS)}")
-    op = OPS[name]
+    op = known_op(name)
     device = device_of(torch_device(None)) if arch is None else target_device(arch)
     # Meta tensors: the choice depends on shapes and dtypes only, and costs no memory.
     sizes, kind = parse_shape(shape), torch_dtype(dtype)

@@ -10,10 +10,10 @@ from rich.markup import escape
 from rich.table import Table as Grid
 
 from gristmill.cli.common import console, torch_device, write_json
+from gristmill.ops.registry import known_op
 from gristmill.select.device import KNOWN, Device, device_of
 from gristmill.select.table import Table
 from gristmill.select.tables import TableSource, tables_for
-from gristmill.tune.jobs import known_op
 from gristmill.tune.listing import ListedRow, listed
 
 

@@ -23,12 +23,12 @@ from gristmill.cli.common import (
 )
 from gristmill.errors import ArgumentError
 from gristmill.jit.parallel import Compiled
-from gristmill.ops.registry import OPS
+from gristmill.ops.registry import OPS, known_op
 from gristmill.select.device import Device, device_of
 from gristmill.select.record import read_recording
 from gristmill.select.tuning import Outcome
 from gristmill.tune.ahead import AheadReport, Watch, open_table, tune_ahead
-from gristmill.tune.jobs import Plan, known_op, plan_by_recording, plan_by_shapes
+from gristmill.tune.jobs import Plan, plan_by_recording, plan_by_shapes
 from gristmill.tune.report import is_changed, line, outcome_as_dict, speedup, summary
 
 # More of these tell nothing new.

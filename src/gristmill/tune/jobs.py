@@ -19,7 +19,7 @@ import torch
 
 from gristmill.errors import ArgumentError, DtypeError, GristmillError
 from gristmill.ops.op import Arguments, Op
-from gristmill.ops.registry import OPS
+from gristmill.ops.registry import OPS, known_op
 from gristmill.select.device import Device
 from gristmill.select.overrides import batch_invariant
 from gristmill.select.problem import HINTS, Problem, bucket
@@ -125,12 +125,6 @@ def plan_by_recording(recorded: Iterable[Recorded], device: Device, *, split: bo
     for op, sizes in families.values():
         plan.jobs += _recorded_jobs(op, sizes, split)
     return plan
-
-
-def known_op(name: str) -> Op:
-    if name not in OPS:
-        raise ArgumentError(f"unknown op {name!r}: there are {', '.join(OPS)}")
-    return OPS[name]
 
 
 # What a line of a recording that was written by another version may lead to.

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from gristmill.errors import ArgumentError, DtypeError
+from gristmill.formats.nvfp4 import NVFP4Tensor, PackedNVFP4
 from gristmill.ops import checks
 
 # "gelu" is the exact one, by erf; "gelu_tanh" the approximation of that name.
@@ -88,6 +89,11 @@ def leading_dims(a: torch.Tensor, b: torch.Tensor) -> torch.Size:
 def _check_linear(op: str, x: Any, weight: Any, bias: Any) -> None:
     checks.float_tensor(op, "x", x)
     checks.has_rows(op, "x", x)
+    if isinstance(weight, (NVFP4Tensor, PackedNVFP4)):
+        raise DtypeError(
+            f"{op}: weight must be a torch.Tensor, got {type(weight).__name__}; "
+            f"gristmill.nvfp4.linear takes it"
+        )
     checks.float_tensor(op, "weight", weight)
     checks.same_device(op, "weight", weight, "x", x.device)
     _same_dtype(op, "weight", weight, "x", x)
