@@ -138,10 +138,10 @@ def forward(
     square = z_loss * lse.square() * rows.counted
     square_half = 2 * z_loss * lse.abs() * lse_half * rows.counted
     square_terms = 2 * z_loss * lse.abs() * lse_terms * rows.counted
-    # That of a row whose target is no class is nobody's business: its loss is NaN.
-    lse_ends = (
-        torch.where(rows.wrong, sign * torch.inf, lse + sign * lse_half) for sign in (-1, 1)
-    )
+    # That of a row whose target is no class, or whose logits are all masked, is nobody's business:
+    # its loss is NaN, and so is every probability, be it -inf or NaN.
+    unknown = rows.wrong | (lse == -torch.inf)
+    lse_ends = (torch.where(unknown, sign * torch.inf, lse + sign * lse_half) for sign in (-1, 1))
     denominators = torch.stack((rows.own.sum(), rows.counted.sum().double()))
     if reduction == "none":
         parts = [(loss, half, terms), (square, square_half, square_terms)]

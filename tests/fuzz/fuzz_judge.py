@@ -6,6 +6,7 @@
 - Sums that overflow the accumulator on the way are not judged: how far they get depends on the
   order in which a kernel adds up.
 - What is below the accumulator's smallest normal number on the way, 1e-38 for fp32, may be lost.
+  Times infinity it is an infinity then, or NaN.
 - NaN, infinities and other specials in some rows leave every bit of the other rows as it is
   without them.
 - Nothing is written but results: not a bit of an argument, nor of what lies between its rows.
@@ -33,7 +34,7 @@ from conformance_helpers import (
 )
 from conformance_truth import results_of, truth_of
 from conformance_truth_core import Truth, unit
-from conformance_truth_topk_router import doubtful
+from conformance_truth_topk_router import doubtful, lost_slopes
 from fuzz_families import FAMILIES
 from fuzz_plan import Arguments, Maker, Plan
 
@@ -117,13 +118,13 @@ class Ways:
     """What a variant may do in a way of its own.
 
     `rounding`: see `composed`. `lost`: see `Family`. `alike`: NaN and infinities, because sums of
-    infinities depend on the order. `spoiled`: there may be NaN where others have numbers. `relu`:
-    cuBLASLt's relu makes 0 of NaN.
+    infinities depend on the order; or a tensor that says where. `spoiled`: there may be NaN where
+    others have numbers. `relu`: cuBLASLt's relu makes 0 of NaN.
     """
 
     rounding: bool | torch.dtype = False
     lost: float = 0.0
-    alike: bool = False
+    alike: bool | torch.Tensor = False
     spoiled: bool = False
     relu: bool = False
 
@@ -145,8 +146,8 @@ def error_of(truth: Truth, actual: torch.Tensor, ways: Ways) -> float:
     value, info = actual.double(), torch.finfo(actual.dtype)
     wrong = (low.isnan() | high.isnan()) & ~value.isnan()
     wrong = wrong | (low.isinf() & (low == high) & (value != low))
-    if ways.alike:
-        wrong = wrong & value.isfinite()
+    if ways.alike is not False:
+        wrong = wrong & (value.isfinite() | ~torch.as_tensor(ways.alike, device=value.device))
     if ways.relu:
         wrong = wrong & (value != 0)
     overflows = truth.terms > torch.finfo(truth.accumulator).max / 4
@@ -202,8 +203,13 @@ def _certain_rows(args: Arguments, truths: list[Truth]) -> list[Truth]:
     return [replace(one, **{name: getattr(one, name)[sure] for name in parts}) for one in truths]
 
 
-def _infinite_gradient(op: Op, args: Arguments) -> bool:
-    """Of a loss: a share of zero makes NaN of it, or it is left out where there is no smoothing."""
+def _infinite_gradient(op: Op, args: Arguments) -> bool | torch.Tensor:
+    """Of a loss: a share of zero makes NaN of it, or it is left out where there is no smoothing.
+
+    Of a router's weights: in rows where it meets a score that may be lost.
+    """
+    if op.name == "topk_router_backward":
+        return lost_slopes(*args).unsqueeze(-1)
     return op.name == "cross_entropy_backward" and bool(args[0].isinf().any())
 
 

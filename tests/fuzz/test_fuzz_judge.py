@@ -72,6 +72,10 @@ def test_ways_of_their_own() -> None:
     assert error_of(truth(INF), nan, Ways(alike=True)) == 0.0
     assert error_of(truth(INF), zero, Ways(alike=True)) == INF
     assert error_of(truth(1.0), nan, Ways(alike=True)) == INF
+    for alike in (False, True):
+        there = torch.tensor([alike])
+        assert error_of(truth(INF), nan, Ways(alike=there)) == (0.0 if alike else INF)
+        assert error_of(truth(INF), zero, Ways(alike=there)) == INF
     assert error_of(truth(1.0), nan, Ways(spoiled=True)) == 0.0
     assert error_of(truth(1.0), zero, Ways(spoiled=True)) > 100
     assert error_of(truth(NAN), zero, Ways(relu=True)) == 0.0

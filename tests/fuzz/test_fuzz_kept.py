@@ -36,7 +36,13 @@ LINEAR_ENTROPY: dict[str, Any] = {
     "chunk_rows": None,
     **ENTROPY,
 }
-
+MASKED: dict[str, Any] = {
+    **LINEAR_ENTROPY,
+    "bias": FP32._replace(special="-inf", where="rows"),
+    "ignored": 1.0,
+    "reduction": "sum",
+}
+GRADIENTS: dict[str, Any] = {"grads": (True, True, True), "dlse": False}
 NORM: dict[str, Any] = {"weight": None, "bias": None, "eps": 1e-5, "offset": 0.0}
 ROUTER: dict[str, Any] = {
     "groups": (1, 1),
@@ -44,7 +50,10 @@ ROUTER: dict[str, Any] = {
     "bias": None,
     "scale": 1.0,
     "ids": "int32",
+    "scoring": "softmax",
+    "renormalize": True,
 }
+SIGMOID, PLAIN = {**ROUTER, "scoring": "sigmoid"}, {**ROUTER, "renormalize": False}
 PACKED: dict[str, Any] = {
     "experts": 1,
     "topk": 1,
@@ -71,8 +80,7 @@ KEPT: dict[str, Plan] = {
         201650,
         leading=(5,),
         **{**LINEAR_ENTROPY, "ignored": 1.0},
-        grads=(True, True, False),
-        dlse=False,
+        **GRADIENTS,
     ),
     # `library` gave gradients with torch's strides, not those that the op promises.
     "strides of gradients, library": plan(
@@ -80,8 +88,7 @@ KEPT: dict[str, Plan] = {
         1,
         leading=(5,),
         **{**LINEAR_ENTROPY, "weight": FP32._replace(layout="columns"), "reduction": "none"},
-        grads=(True, True, False),
-        dlse=False,
+        **GRADIENTS,
     ),
     # Of a row whose target is no class lse may be anything, also where all logits are masked.
     "masked vocabulary, wrong targets": plan(
@@ -158,16 +165,8 @@ KEPT: dict[str, Plan] = {
         "topk_router_backward",
         0,
         rows=3,
-        experts=12,
-        topk=1,
-        groups=(1, 1),
+        **{**PLAIN, "experts": 12, "topk": 1, "grid": True},
         logits=BF16._replace(scale=30.0),
-        grid=True,
-        scoring="softmax",
-        renormalize=False,
-        bias=None,
-        scale=1.0,
-        ids="int32",
         dweights=BF16._replace(special="huge"),
     ),
     # Of a row with a NaN the sum of powers is one; the largest logit is that of the others.
@@ -257,17 +256,13 @@ KEPT: dict[str, Plan] = {
         rows=1,
         **{**ROUTER, "experts": 384, "topk": 31, "groups": (12, 8), "scale": 2.5},
         logits=BF16._replace(scale=2.0, special="mixed", where="rows", layout="shifted", by=16),
-        scoring="softmax",
-        renormalize=True,
     ),
     "NaN and infinities among experts": plan(
         "topk_router",
         322033,
         rows=12,
-        **{**ROUTER, "experts": 272, "topk": 29},
+        **{**SIGMOID, "experts": 272, "topk": 29, "renormalize": False},
         logits=BF16._replace(scale=0.001, special="mixed", count=3, layout="dense", by=5),
-        scoring="sigmoid",
-        renormalize=False,
     ),
     # The largest logit, 6e7, is answered with an error of 4, and the sum of powers is e^4 for it.
     "huge logits in a shard": plan(
@@ -379,10 +374,68 @@ KEPT: dict[str, Plan] = {
         "topk_router",
         779,
         rows=7,
-        **{**ROUTER, "experts": 152, "topk": 18, "groups": (8, 3), "grid": True, "bias": "float16"},
+        experts=152,
+        topk=18,
+        **{**SIGMOID, "groups": (8, 3), "grid": True, "bias": "float16"},
         logits=FP32._replace(scale=30.0, special="nan", count=2, by=11),
-        scoring="sigmoid",
-        renormalize=True,
+    ),
+    # `library` had NaN for the losses of ignored rows whose logits are not finite, and gradients.
+    "masked vocabulary, all rows ignored, library": plan(
+        "linear_cross_entropy", 11026275, leading=(), **MASKED
+    ),
+    "gradients of a masked vocabulary, all rows ignored, library": plan(
+        "linear_cross_entropy_backward", 3, leading=(5,), **MASKED, **GRADIENTS
+    ),
+    # Its lse, the loss and a logit, is NaN where the loss is.
+    "masked vocabulary, library": plan(
+        "linear_cross_entropy", 30670365, leading=(3,), **{**MASKED, "ignored": 0.3}
+    ),
+    "inf in an ignored row, library": plan(
+        "linear_cross_entropy",
+        1409,
+        leading=(39,),
+        **{**LINEAR_ENTROPY, "x": FP32._replace(special="inf"), "ignored": 1.0, "reduction": "sum"},
+    ),
+    # A bias chose experts whose probabilities are below 1e-38: their weights had few bits, or none.
+    "faint scores": plan(
+        "topk_router",
+        1447742,
+        rows=18,
+        **{**ROUTER, "experts": 179, "topk": 2, "bias": "float32", "scale": 2.5},
+        logits=FP16._replace(scale=30.0, special="nan", where="rows", count=3),
+    ),
+    # Sums of two pairs of biased scores, equal in fp64 and not in fp32: taken for a tie.
+    "groups of nearly equal pairs": plan(
+        "topk_router",
+        1,
+        rows=42,
+        **{**ROUTER, "experts": 84, "topk": 21, "groups": (12, 5), "grid": True, "bias": "float16"},
+        logits=BF16._replace(scale=2.0),
+    ),
+    # An infinite gradient times what is 0 in fp32: of a sigmoid 1 - s, of a softmax s.
+    "inf in the gradient of a saturated sigmoid": plan(
+        "topk_router_backward",
+        13324928,
+        rows=2,
+        **{**SIGMOID, "experts": 150, "topk": 17, "renormalize": False},
+        logits=BF16._replace(scale=30.0),
+        dweights=BF16._replace(special="inf", where="rows", count=2),
+    ),
+    "inf in the gradient of a faint score": plan(
+        "topk_router_backward",
+        2500,
+        rows=3,
+        **{**PLAIN, "experts": 72, "topk": 20, "groups": (8, 5), "grid": True, "bias": "float32"},
+        logits=FP32._replace(scale=30.0),
+        dweights=BF16._replace(special="inf", count=3),
+    ),
+    "inf in the gradient of a faint share": plan(
+        "topk_router_backward",
+        1073741824,
+        rows=16,
+        **{**ROUTER, "experts": 80, "topk": 6, "groups": (8, 1), "bias": "bfloat16"},
+        logits=FP32._replace(scale=30.0),
+        dweights=FP16._replace(special="inf", count=2),
     ),
 }
 # Calls with one wrong argument: its position, and what comes instead.

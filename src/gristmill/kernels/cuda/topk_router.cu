@@ -215,12 +215,12 @@ DEVICE void keep_groups(unsigned (&key)[ITEMS][VEC], const RouterParams& p) {
 
 // ---- the kernels ----
 
-// X, BIAS: Tensors, or Absent for no bias. STRIDED: the logits of a token, or the bias, do not lie side by side. CHOSEN_ONLY:
-// where the weights of a softmax are made to add up to one, what the other experts have cancels; it takes no part, unless the
-// bias is added to it.
+// X, BIAS: Tensors, or Absent for no bias. STRIDED: the logits of a token, or the bias, do not lie side by side. OF_CHOSEN: the
+// weights of a softmax that are made to add up to one are a softmax over the chosen logits, for what the other experts have
+// cancels. Scores of all experts are needed only for a bias, which may choose some that are too small for a float.
 template <class X, class BIAS, class ID, int ITEMS, bool SIGMOID, bool RENORMALIZE, bool GROUPED, bool STRIDED>
 __global__ void __launch_bounds__(256) topk_router(const __grid_constant__ RouterParams p) {
-    constexpr bool CHOSEN_ONLY = !SIGMOID && RENORMALIZE && !BIAS::present;
+    constexpr bool OF_CHOSEN = !SIGMOID && RENORMALIZE;
     const unsigned lane = threadIdx.x % 32;
     const long long token = token_of_warp();
     wait_for_previous_grid();
@@ -236,7 +236,7 @@ __global__ void __launch_bounds__(256) topk_router(const __grid_constant__ Route
         if constexpr (BIAS::present) biases.vector(bias[i], i);
     }
     Softmax softmax(0.0f);
-    if constexpr (!SIGMOID && !CHOSEN_ONLY) softmax = softmax_of(logit, p.experts);
+    if constexpr (!SIGMOID && (BIAS::present || !OF_CHOSEN)) softmax = softmax_of(logit, p.experts);
     const auto score = [&](float value) { return SIGMOID ? sigmoid(value) : softmax(value); };
 
     // Without a bias logits are in the order of their scores, and have no more ties than they came with.
@@ -271,11 +271,16 @@ __global__ void __launch_bounds__(256) topk_router(const __grid_constant__ Route
     }
 
     const bool used = lane < p.topk;
-    float weight = 0.0f;
-    if (used) {
-        // The largest of all is the first, in groups too: they go by their largest.
-        if constexpr (CHOSEN_ONLY) weight = Softmax(value_of(first_key)).term(value_of(own_key));
-        else weight = score(BIAS::present ? logits(own_id) : value_of(own_key));
+    float own_logit = 0.0f, weight = 0.0f;
+    if (used) own_logit = BIAS::present ? logits(own_id) : value_of(own_key);
+    if constexpr (OF_CHOSEN) {
+        // Without a bias the largest of all is the first, in groups too: they go by their largest.
+        if constexpr (BIAS::present) first_key = warp_max(used ? key_of(own_logit) : 0);
+        if (used) weight = Softmax(value_of(first_key)).term(own_logit);
+        // One logit that is no number, or infinite, makes NaN of all scores, also where others are chosen.
+        if (used && softmax.share != softmax.share) weight = softmax.share;
+    } else if (used) {
+        weight = score(own_logit);
     }
     if constexpr (RENORMALIZE) weight = share_of<SIGMOID>(weight);
     if (!used) return;

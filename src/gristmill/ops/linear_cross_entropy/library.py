@@ -1,8 +1,9 @@
 """The variants that run torch's own linear_cross_entropy, where torch has it.
 
 It knows neither z_loss nor softcap, and on its chunked path neither label smoothing nor int32
-targets. It gives no lse: without class weights that is the loss plus the target's logit. Its loss
-has x's dtype, which in 16 bits is too few for a loss, and for the lse that a gradient starts from.
+targets. It gives no lse: without class weights that is the loss plus the target's logit, and NaN
+where that is -inf: if all logits are, or with an infinite loss. Its loss has x's dtype, which in 16
+bits is too few for a loss, and for the lse that a gradient starts from.
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ def _forward(
         logit = logit + bias[place]
     ignored = target == ignore_index
     each = torch.where(_spoiled(target, classes, ignore_index), math.nan, each)
+    each = torch.where(ignored, 0.0, each)  # torch has NaN where their logits are not finite
     lse = torch.where(ignored, 0.0, each + logit)
     loss, denominators = reduced(each, lse, target, None, classes, ignore_index, 0.0, reduction)
     return loss, lse, denominators
@@ -135,17 +137,23 @@ def _backward(
     spoiled = _spoiled(target, weight.shape[0], ignore_index)
     each = torch.where(spoiled, math.nan, each)
     # Rows that take no part: a mean over none of them has an infinite gradient to hand out.
-    each = torch.where(target == ignore_index, 0.0, each)
+    ignored = target == ignore_index
+    each = torch.where(ignored, 0.0, each)
     with torch.enable_grad():
         h, w = x.detach().requires_grad_(x_grad), weight.detach().requires_grad_(weight_grad)
         b = None if bias is None else bias.detach().requires_grad_(bias_grad)
-        losses = _losses(rows, h, w, target, b, ignore_index)
+        # torch multiplies what their logits give by 0, and makes NaN of a vocabulary that is masked
+        # as a whole: if no row takes part, neither does the bias.
+        own_bias = None if b is None else torch.where(ignored.all(), 0.0, b)
+        losses = _losses(rows, h, w, target, own_bias, ignore_index)
     leaves = [leaf for leaf in (h, w, b) if leaf is not None and leaf.requires_grad]
     grads = torch.autograd.grad(losses, leaves, each) if leaves else ()
     found = iter([_laid_like(leaf, one) for leaf, one in zip(leaves, grads, strict=True)])
     dx, dweight, dbias = (
         next(found) if needed else x.new_empty((0,)) for needed in (x_grad, weight_grad, bias_grad)
     )
+    if x_grad:
+        dx.masked_fill_(ignored.unsqueeze(-1), 0.0)
     return dx, dweight, dbias
 
 

@@ -182,6 +182,12 @@ def _choices() -> dict[str, Spread]:
         "kimi k2": deepseek(experts=384, groups=1, topk_groups=1, scale=2.827),
         "bias, softmax": Spread(bias=_FP32),
         "bias, softmax, as they are": Spread(bias=_FP32, renormalize=False, logits=_BF16),
+        "bias, faint scores": Spread(
+            bias=_FP32, fill=_one_far_above, bias_lay=lambda b: 10.0 * b, scale=2.5
+        ),
+        "bias, faint scores in groups": deepseek(
+            "softmax", logits=_BF16, fill=_one_far_above, bias_lay=lambda b: 10.0 * b
+        ),
         "bias strided": Spread(
             scoring="sigmoid", bias=_FP32, bias_lay=lambda b: b.repeat_interleave(2)[::2]
         ),
@@ -275,6 +281,11 @@ def _few(x: torch.Tensor) -> torch.Tensor:
     """Fewer than are chosen, elsewhere in each row."""
     place = torch.arange(x.shape[1]) - torch.arange(len(x)).unsqueeze(-1) * 5
     return torch.where(place % x.shape[1] < 3, x, float("-inf"))
+
+
+def _one_far_above(logits: torch.Tensor) -> torch.Tensor:
+    """The scores of the others are too small for a float; a bias may choose them all the same."""
+    return logits + 200.0 * (logits == logits.amax(-1, keepdim=True))
 
 
 def _nobody(x: torch.Tensor) -> torch.Tensor:

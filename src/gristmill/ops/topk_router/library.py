@@ -14,13 +14,12 @@ import torch
 
 from gristmill.ops.plain import laid_out
 from gristmill.ops.topk_router import semantics
-from gristmill.ops.topk_router.reference import scores_of, shares_of
+from gristmill.ops.topk_router.reference import scores_of, weights_of
 from gristmill.ops.topk_router.semantics import Call
 from gristmill.select.problem import Problem
 from gristmill.select.variant import Variant
 
 _OUTSIDE = torch.iinfo(torch.int64).min  # below the key of every number
-_NOBODY = float("-inf")
 
 
 class Library(Variant):
@@ -50,23 +49,10 @@ def _run(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     if call.grouped:
         keys = torch.where(_kept(call, ranked, keys), keys, _OUTSIDE)
     ids = _ids(keys.topk(call.topk, -1).values, call.experts)
-    if scores is not None:
-        weights = scores.gather(-1, ids)
-    else:
-        weights = _scores_of_chosen(logits.gather(-1, ids), call.scoring)
-    if call.renormalize:
-        weights = shares_of(weights, call.scoring)
+    weights = weights_of(call, logits, scores, ids)
     if call.scale != 1.0:
         weights = weights * call.scale
     return weights, ids.to(call.ids)
-
-
-def _scores_of_chosen(logits: torch.Tensor, scoring: str) -> torch.Tensor:
-    """What is in proportion to their scores; of a softmax the first is the largest of all."""
-    if scoring == "sigmoid":
-        return torch.sigmoid(logits)
-    base = logits[:, :1]
-    return torch.exp(logits - base.masked_fill(base == _NOBODY, 0.0))
 
 
 def _keys(values: torch.Tensor) -> torch.Tensor:

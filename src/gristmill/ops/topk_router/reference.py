@@ -22,10 +22,7 @@ def topk_router(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     # Scores are in the order of their logits, but may have more ties: rounding makes them.
     ranked = logits if call.bias is None else scores + call.bias.to(scores.dtype)
     ids = _chosen(call, ranked.detach())
-    weights = scores.gather(-1, ids)
-    if call.renormalize:
-        weights = shares_of(weights, call.scoring)
-    return weights * call.scale, ids.to(call.ids)
+    return weights_of(call, logits, scores, ids) * call.scale, ids.to(call.ids)
 
 
 def topk_router_backward(*args: Any) -> torch.Tensor:
@@ -57,6 +54,22 @@ def scores_of(logits: torch.Tensor, scoring: str) -> torch.Tensor:
         return torch.sigmoid(logits)
     nobody = logits.detach().amax(-1, keepdim=True) == _NOBODY
     return torch.softmax(logits.masked_fill(nobody, 0.0), -1).masked_fill(nobody, 0.0)
+
+
+def weights_of(
+    call: Call, logits: torch.Tensor, scores: torch.Tensor | None, ids: torch.Tensor
+) -> torch.Tensor:
+    """Of the chosen, without `scale`. `scores`: of all experts, or None if nobody needed them."""
+    chosen = logits.gather(-1, ids)
+    if call.scoring == "softmax" and call.renormalize:
+        # Of the chosen logits: with a bias their scores may be below what fp32 has numbers for.
+        weights = scores_of(chosen, call.scoring)
+        if scores is None:
+            return weights
+        # One expert that is no number makes all scores NaN, chosen or not.
+        return weights.masked_fill(scores.gather(-1, ids).isnan(), float("nan"))
+    weights = scores_of(chosen, call.scoring) if scores is None else scores.gather(-1, ids)
+    return shares_of(weights, call.scoring) if call.renormalize else weights
 
 
 def shares_of(scores: torch.Tensor, scoring: str) -> torch.Tensor:
