@@ -40,8 +40,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-def pytest_collection_finish() -> None:
-    """25,000 tests are many objects; none of them goes, and a search for garbage takes a second.
+@pytest.fixture(scope="module", autouse=True)
+def little_garbage_to_search() -> None:
+    """What 25,000 tests, torch and its compilers hold stays: to search it takes seconds each time.
 
     Tuning and measuring search before each time they take, and Python does now and then.
     """

@@ -123,18 +123,20 @@ def test_api_page_has_every_error() -> None:
 
 
 WITH_EXAMPLES = [path for path in PAGES if blocks(path.read_text(encoding="utf-8"), "python")]
-OF_OPS = [path for path in WITH_EXAMPLES if path.parent.name == "ops"]
+# What changes a process, or takes long, or is what most will try first.
+ALONE = ("README", "start", "transformers", "dtensor", "export", "multikernel", "observability")
+TOGETHER = [path for path in WITH_EXAMPLES if path.stem not in ALONE]
 
 
 @pytest.mark.parametrize(
     "paths",
-    [OF_OPS, *([path] for path in WITH_EXAMPLES if path not in OF_OPS)],
+    [TOGETHER, *([path] for path in WITH_EXAMPLES if path not in TOGETHER)],
     ids=lambda paths: name_of(paths[0]),
 )
 def test_python_examples_run(paths: list[Path], tmp_path: Path) -> None:
     """All examples of a page, in order, as one program on the CPU.
 
-    In a fresh process; those of ops, of which many are alike, share one.
+    In a fresh process; those that only call ops share one.
     """
     run_examples(paths, tmp_path, CUDA_VISIBLE_DEVICES="")
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulation.harness import Buffer, Emulator, Traffic, readable, writable
+from emulation.harness import Buffer, Emulator, Traffic, emulator_for, readable, writable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -153,3 +153,14 @@ class EmulatedHost:
             run.traffic.append(traffic)
 
         return start
+
+
+def build_cases(request: pytest.FixtureRequest) -> None:
+    """What a file's `test_kernel` will run, in one build on all cores instead of one per test."""
+    programs: list[Program] = []
+    for item in request.session.items:
+        if item.path == request.path and getattr(item, "originalname", "") == "test_kernel":
+            case = item.callspec.params["case"]  # type: ignore[attr-defined]
+            variant, problem = case.find_variant(), case.problem(case.arguments())
+            programs += variant.programs(problem, case.config or variant.config(problem))
+    emulator_for(request.config).prepare(programs)

@@ -39,7 +39,6 @@ SOURCES = ("norm.cu", "norm_backward.cu", "softmax.cu", "softmax_backward.cu", *
 COLUMNS = (1, 64, 100, 127, 256, 512, 768, 1024, 2048, 2880, 4096, 5120, 7168, 8192, 10001)
 LONG_COLUMNS = (12288, 16384, 20480, 32768, 50000, 65536, 131072, 200000, 262144)
 FEW_COLUMNS = (4096, 10001, 65536)
-TWO_COLUMNS = (4096, 65536)
 ROWS = (1, 64, 1024, 32768)
 
 # x, its companion (residual, dy), weight, and how rows lie.
@@ -62,10 +61,8 @@ Mix = tuple[torch.dtype, torch.dtype, "torch.dtype | None", str]
 # Of a mix, rows, columns and a dtype of results: ops, and their arguments.
 Calls = Callable[[Mix, int, int, "torch.dtype | None"], Iterator[tuple[str, tuple[Any, ...]]]]
 
-# The rest (fp32 alone, sm_89, sm_103a, most lengths) is in the long test below.
-TARGETS = [("sm_90a", "bf16"), ("sm_90a", "mixed")] + [
-    (arch, "bf16") for arch in ("sm_80", "sm_100a", "sm_120a")
-]
+# The rest (other mixes, sm_89, sm_103a, sm_120a, most lengths) is in the long test below.
+TARGETS = {"sm_90a": FEW_COLUMNS, "sm_80": FEW_COLUMNS[:1], "sm_100a": FEW_COLUMNS[:1]}
 
 NAMES_PER_PROGRAM = 16
 REGISTERS_PER_BLOCK = 65536
@@ -168,9 +165,11 @@ def _launches(
                         yield Launch(variant, problem, config, preferred=variant is first)
 
 
-# A few mixes on each architecture; the rest takes long.
+# A few mixes where the memory of a block differs; the rest takes long.
 FITTED = [
-    pytest.param(arch, mixes, marks=[pytest.mark.long] * more)
+    pytest.param(
+        arch, mixes, marks=[pytest.mark.long] * (more or arch not in ("sm_80", "sm_90a", "sm_120a"))
+    )
     for arch in KNOWN
     for more, mixes in enumerate((MIXES, MORE_MIXES))
 ]
@@ -243,15 +242,14 @@ def _check_compiled(
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize(("arch", "mix"), TARGETS)
+@pytest.mark.parametrize("arch", TARGETS)
 @pytest.mark.parametrize("source", SOURCES)
-def test_kernels_compile_within_limits(arch: str, source: str, mix: str) -> None:
+def test_kernels_compile_within_limits(arch: str, source: str) -> None:
     """A sample, larger for the architecture that was tuned for.
 
     The rest is in the test below: a kernel takes 0.15 s, and there are 862 of sm_90a alone.
     """
-    columns = FEW_COLUMNS if (arch, mix) == ("sm_90a", "bf16") else TWO_COLUMNS
-    _check_compiled(arch, source, MIXES[mix], columns)
+    _check_compiled(arch, source, MIXES["bf16"], TARGETS[arch])
 
 
 @pytest.mark.long

@@ -13,7 +13,7 @@ from test_compile_archs import (
     LONG_COLUMNS,
     MIXES,
     MORE_MIXES,
-    TWO_COLUMNS,
+    TARGETS,
     Mix,
     _check_compiled,
     _launches,
@@ -80,8 +80,7 @@ def test_vectors_are_as_long_as_those_of_x() -> None:
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_kernels_compile_within_limits(arch: str) -> None:
-    columns = (*TWO_COLUMNS, 10001) if arch == "sm_90a" else TWO_COLUMNS[:1]
-    _check_compiled(arch, SOURCE, MIXES["bf16"], columns, _calls)
+    _check_compiled(arch, SOURCE, MIXES["bf16"], TARGETS[arch], _calls)
 
 
 @pytest.mark.long

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from architectures import EACH
+from sampled import sampled
 
 from gristmill.formats.nvfp4 import e2m1
 from gristmill.formats.nvfp4.tiles import padded
@@ -260,7 +261,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+@pytest.mark.parametrize("options", sampled(OPTIONS.values(), 2), ids=list(OPTIONS))
 @pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.long), "sm_90a"])
 def test_options(arch: str, options: dict[str, Any]) -> None:
     problem = _problem(arch, **options)

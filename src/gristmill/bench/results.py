@@ -89,12 +89,14 @@ class Results:
 def load(path: Path) -> Results:
     try:
         data = json.loads(path.read_text())
+        if not isinstance(data, dict) or not {"meta", "rows"} <= data.keys():
+            raise TypeError('it is no object with "meta" and "rows"')
         meta, rows = data["meta"], data["rows"]
         if not isinstance(meta, dict) or not all(isinstance(row, dict) for row in rows):
             raise TypeError("meta is an object and rows are a list of objects")
         if any("op" not in row or "impl" not in row for row in rows):
             raise TypeError("each row names its op and its impl")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise ArgumentError(f"{path} is not a file of benchmark results: {error}") from error
     return Results(meta, rows)
 

@@ -76,8 +76,8 @@ class PythonProgram:
         return struct.Struct("".join(forms) + self.last_parameters)
 
     def options(self) -> dict[str, Any]:
-        """What else a compile depends on, by name."""
-        raise NotImplementedError
+        """What else a compile in this language depends on, by name."""
+        return {}
 
     def imported(self) -> Any:
         """The function in the imported source; ArgumentError if it has none of this name."""

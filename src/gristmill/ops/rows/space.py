@@ -249,8 +249,10 @@ def _vectors(problem: Problem) -> list[int]:
         steps |= {part * up for room in rooms for part in (room // 2, room) for up in _CLUSTERS}
     if not (whole or layout.ragged):  # an even number of vectors would be half as many wider ones
         steps = {step - 1 | 1 for step in steps}
-    most = LONGEST // _narrowest(layout)
-    return sorted(step for step in steps if 0 < step * layout.vector <= most)
+    most = replace(layout, columns=LONGEST // _narrowest(layout)).vectors
+    if layout.ragged:  # of which the longest touch more vectors than dense ones have
+        steps.add(most)
+    return sorted(step for step in steps if 0 < step <= most)
 
 
 def _narrowest(layout: Layout) -> int:
