@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,25 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 def pytest_report_header() -> str | None:
     return None if torch.cuda.is_available() else "no CUDA device: tests marked gpu are left out"
+
+
+# Folders whose tests go through cases that are alike by the hundred: of a test with so many, one in
+# three runs with every change, the same in every process, and all of them with the long tests.
+SAMPLED = ("conformance", "kernels")
+MANY, STEP = 12, 3
+
+
+@pytest.hookimpl(tryfirst=True, specname="pytest_collection_modifyitems")
+def pytest_mark_all_but_a_sample(items: list[pytest.Item]) -> None:
+    alike: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        apart = item.get_closest_marker("gpu") or item.get_closest_marker("long")
+        if item.path.parent.name in SAMPLED and not apart:
+            alike.setdefault((item.path, item.name.partition("[")[0]), []).append(item)
+    for some in alike.values():
+        for item in some if len(some) >= MANY else ():
+            if zlib.crc32(item.name.encode()) % STEP:
+                item.add_marker(pytest.mark.long)
 
 
 @pytest.hookimpl(trylast=True)  # what -m and -k leave out is gone by then

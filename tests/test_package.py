@@ -83,13 +83,16 @@ def test_import_is_quick_and_touches_nothing(tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
     script = (
-        "import json, sys, time, torch\n"
+        "import json, sys, time\n"
+        "start = time.process_time()\n"
+        "import torch\n"
+        "own = time.process_time() - start\n"
         "before = set(sys.modules)\n"
         "start = time.process_time()\n"
         "import gristmill\n"
-        "seconds = time.process_time() - start\n"
+        "share = (time.process_time() - start) / own\n"
         "new = sorted({name.split('.')[0] for name in set(sys.modules) - before})\n"
-        "print(json.dumps([seconds, new, torch.cuda.is_initialized()]))"
+        "print(json.dumps([share, new, torch.cuda.is_initialized()]))"
     )
     kept = {name: value for name, value in os.environ.items() if not name.startswith("GRISTMILL_")}
     done = subprocess.run(
@@ -100,8 +103,8 @@ def test_import_is_quick_and_touches_nothing(tmp_path: Path) -> None:
         text=True,
         check=True,
     )
-    seconds, new, initialized = json.loads(done.stdout)
-    assert seconds < 0.5
+    share, new, initialized = json.loads(done.stdout)
+    assert share < 0.3  # of torch's own import: seconds would be those of whatever else runs
     assert not {"cuda", "cutlass", "rich", "triton", "typer"} & set(new)
     assert not initialized
     assert not list(home.rglob("*"))

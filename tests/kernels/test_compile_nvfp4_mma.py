@@ -111,10 +111,10 @@ def _check_compiled(arch: str, usual: Sequence[tuple[int, int]] | None = None) -
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120a"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_kernels_compile_within_limits(arch: str) -> None:
     """What runs unless somebody tunes; the rest, which takes long, is in the test below."""
-    _check_compiled(arch, LAYERS if arch == "sm_90a" else LAYERS[2:4])
+    _check_compiled(arch, LAYERS[1:5] if arch == "sm_90a" else LAYERS[2:3])
 
 
 @pytest.mark.long

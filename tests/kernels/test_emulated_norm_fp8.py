@@ -13,7 +13,6 @@ import pytest
 import torch
 from emulated_host import EmulatedHost, Run, build_cases
 from rms_norm_cases import BF16, F16, F32, LAYOUTS, SCOPES, _tensor
-from sampled import sampled
 
 from gristmill.ops.registry import OPS
 from gristmill.ops.rows.config import AHEAD, ASYNC, STRAIGHT, TWICE, RowConfig
@@ -236,7 +235,7 @@ def _all_at_once(request: pytest.FixtureRequest) -> None:
     build_cases(request)
 
 
-@pytest.mark.parametrize("case", sampled(CASES, 3), ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernel(host: EmulatedHost, case: Case) -> None:
     _check(host, case)
 
