@@ -95,16 +95,25 @@ def test_import_is_quick_and_touches_nothing(tmp_path: Path) -> None:
         "print(json.dumps([share, new, torch.cuda.is_initialized()]))"
     )
     kept = {name: value for name, value in os.environ.items() if not name.startswith("GRISTMILL_")}
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**kept, "PYTHONPATH": str(PACKAGE.parent), "HOME": str(home), "GRISTMILL_JIT": "bad"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    share, new, initialized = json.loads(done.stdout)
-    assert share < 0.3  # of torch's own import: seconds would be those of whatever else runs
+    shares = []
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            env={
+                **kept,
+                "PYTHONPATH": str(PACKAGE.parent),
+                "HOME": str(home),
+                "GRISTMILL_JIT": "bad",
+            },
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        share, new, initialized = json.loads(done.stdout)
+        shares.append(share)
+    # Of torch's own import, and the least: seconds would be those of whatever else runs.
+    assert min(shares) < 0.3
     assert not {"cuda", "cutlass", "rich", "triton", "typer"} & set(new)
     assert not initialized
     assert not list(home.rglob("*"))

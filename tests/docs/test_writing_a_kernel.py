@@ -185,6 +185,7 @@ def test_what_the_page_builds_is_right(checkout: Checkout) -> None:
     said = checkout.run(
         "pytest",
         *("-q", "--no-header", "-o", f"cache_dir={checkout.cache}"),
+        *("-m", "not gpu"),  # not a sample: all of these
         *(OURS, MISTAKEN, *conformance),
         *("-k", f"emulated_l2_normalize or mistakes_of_the_walk or ({some})"),
     )
