@@ -15,7 +15,6 @@ import row_calls
 import torch
 from conformance_helpers import DEVICES, same_bits
 from row_calls import CALLS, PLACES, ROW_CALLS, Arguments, RowCall, launch_of
-from sampled import sampled
 
 import gristmill
 from gristmill.errors import VariantUnavailable
@@ -86,7 +85,7 @@ def test_every_op_is_here_that_promises_it() -> None:
 
 
 @pytest.mark.usefixtures("invariant")
-@pytest.mark.parametrize("count", sampled([17, 1, 2, 3], 4))
+@pytest.mark.parametrize("count", [1, 2, 3, 17])
 @over_calls
 def test_a_row_of_a_batch_is_that_row_alone(call: RowCall, count: int) -> None:
     torch.manual_seed(count)
@@ -235,7 +234,7 @@ def test_what_makes_no_promise_refuses() -> None:
 # --- the launches of the kernels, which need no GPU to be looked at
 
 
-@pytest.mark.parametrize("arch", sampled(["sm_90a", *sorted({*KNOWN} - {"sm_90a"})], 3))
+@pytest.mark.parametrize("arch", sorted(KNOWN))
 @pytest.mark.parametrize("call", ROW_CALLS, ids=str)
 def test_the_launch_knows_neither_the_rows_nor_where_they_lie(call: RowCall, arch: str) -> None:
     """One variant, one config and one kernel for each row length."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
-from _pytest.mark.structures import ParameterSet
 from conformance_helpers import ALL_OPS, DEVICES, case_of
 
 from gristmill.ops.op import Op
@@ -108,22 +106,12 @@ NAMES = (
     "groups of seven, sigmoid",
     "dweights bfloat16",
 )
-
-
-def _arguments(names: Iterable[str], start: int) -> list[ParameterSet]:
-    """Of each of these ops the cases above; five in six are long, the first quick is `start`."""
-    return [
-        pytest.param(
-            OPS[name],
-            case,
-            id=f"{name}-{case}".replace(" ", "_"),
-            marks=[] if index % 6 == start else [pytest.mark.long],
-        )
-        for name in names
-        for index, case in enumerate(sorted({one.name for one in OPS[name].cases()} & {*NAMES}))
-    ]
-
-
+ARGUMENTS = [
+    pytest.param(op, name, id=f"{op.name}-{name}".replace(" ", "_"))
+    for op in OPS.values()
+    for name in NAMES
+    if name in {case.name for case in op.cases()}
+]
 # Of each op with a gradient, the arguments that can have one.
 TRAINED = {
     "rms_norm": ("x", "weight"),
@@ -159,13 +147,15 @@ def fp8_can_be_compared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("op", "name"), _arguments(OPS, 0))
+@pytest.mark.parametrize(("op", "name"), ARGUMENTS)
 def test_opcheck(op: Op, name: str, device: str) -> None:
     torch.library.opcheck(op.overload, case_of(op, name).make(device, 0))
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("op", "name"), _arguments(TRAINED, 3))
+@pytest.mark.parametrize(
+    ("op", "name"), [param for param in ARGUMENTS if param.values[0].name in TRAINED]
+)
 def test_opcheck_with_gradients(op: Op, name: str, device: str) -> None:
     arguments = op.overload._schema.arguments
     args = tuple(
