@@ -19,6 +19,9 @@ export NO_MKDOCS_2_WARNING := 1
 # Absolute, because tests start processes in other folders; first, so that this tree always wins.
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
+# The tests start some hundred processes, and without bytecode each would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 # Two targets at once would fill the same environment twice.
 .NOTPARALLEL:
