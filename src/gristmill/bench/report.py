@@ -86,7 +86,7 @@ def markdown(results: Results) -> str:
     for suite, method in meta.get("methods", {}).items():
         parts.append(f"Method of {suite}: {method}.")
     if meta.get("copy_tb_per_s"):
-        parts.append(f"Largest copy measured in this run: {meta['copy_tb_per_s']:.2f} TB/s.")
+        parts.append(f"Largest copy measured in this run: {meta['copy_tb_per_s']:.3g} TB/s.")
     if _has_roof(results):
         for dtype, rate in meta.get("mm_tflop_per_s", {}).items():
             parts.append(f"Fastest product of torch's in this run, {dtype}: {rate:.0f} TFLOP/s.")

@@ -251,9 +251,9 @@ class Runner:
             row["samples"] = timing.samples
             row["method"] = timing.method
             row["bytes"] = moved
-            row["tb_per_s"] = round(moved / timing.us / 1e6, 4)
+            row["tb_per_s"] = _five_digits(moved / timing.us / 1e6)
             if task.kind.product:
-                row["tflop_per_s"] = round(cost.operations / timing.us / 1e6, 3)
+                row["tflop_per_s"] = _five_digits(cost.operations / timing.us / 1e6)
             row["roof_us"] = round(roof, 3)
             row["roof_share"] = round(roof / timing.us, 4)
             row["l2"] = "cold"
@@ -271,7 +271,7 @@ class Runner:
             self._roofs[size] = us / moved
             meta = self.results.meta
             # A run that goes on has rates from before.
-            rates = {**meta.get("copy_tb_per_s_by_mb", {}), size: round(moved / us / 1e6, 3)}
+            rates = {**meta.get("copy_tb_per_s_by_mb", {}), size: _five_digits(moved / us / 1e6)}
             rates = dict(sorted(rates.items(), key=lambda one: float(one[0])))
             meta["copy_tb_per_s_by_mb"], meta["copy_tb_per_s"] = rates, [*rates.values()][-1]
         return self._roofs[size] * moved
@@ -306,3 +306,8 @@ def _reason(error: Exception) -> str:
     if isinstance(error, torch.OutOfMemoryError):
         return f"{OUT_OF_MEMORY}: {first_line(error)}"
     return described(error)
+
+
+def _five_digits(rate: float) -> float:
+    """Digits that count: a slow machine's rates are no zeros."""
+    return float(f"{rate:.5g}")
