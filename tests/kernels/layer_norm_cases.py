@@ -62,7 +62,7 @@ class Case(RmsNormCase):
 def sweep() -> Iterator[Case]:
     """Every op and scope over lengths of a row; dtypes, layouts and options take turns."""
     lengths = {
-        "cuda_warp": (1, 3, 8, 40, 127, 256, 320, 1024),
+        "cuda_warp": (1, 3, 8, 40, 127, 256, 257, 320, 1022, 1024),
         "cuda_block": (1, 36, 129, 1000, 4096, 4104, 8192, 12288, 20480, 32768),
         "cuda_cluster": (8, 2048, 8200, 16384, 33000, 65536),
         "cuda_cooperative": (24, 4096, 10001, 32768, 65536),

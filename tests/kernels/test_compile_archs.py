@@ -36,7 +36,8 @@ ENTROPY_SOURCES = (
 SOURCES = ("norm.cu", "norm_backward.cu", "softmax.cu", "softmax_backward.cu", *ENTROPY_SOURCES)
 
 # Columns: powers of two, what models have, and lengths that allow only narrow vectors.
-COLUMNS = (1, 64, 100, 127, 256, 512, 768, 1024, 2048, 2880, 4096, 5120, 7168, 8192, 10001)
+SHORT_COLUMNS = (1, 64, 100, 127, 256, 257, 512, 768, 1022, 1024)
+COLUMNS = (*SHORT_COLUMNS, 2048, 2880, 4096, 5120, 7168, 8192, 10001)
 LONG_COLUMNS = (12288, 16384, 20480, 32768, 50000, 65536, 131072, 200000, 262144)
 FEW_COLUMNS = (4096, 10001, 65536)
 ROWS = (1, 64, 1024, 32768)
@@ -188,6 +189,33 @@ def test_every_launch_fits_the_device(arch: str, mixes: dict[str, Mix]) -> None:
         }
     )
     assert not misfits, "\n".join([f"{len(misfits)} launches do not fit {arch}:", *misfits[:20]])
+
+
+@pytest.mark.parametrize(
+    ("columns", "forward", "backward"),
+    [
+        (256, "cuda_warp", "cuda_warp"),
+        (257, "cuda_warp", "cuda_warp"),
+        (320, "cuda_warp", "cuda_block"),
+        (321, "cuda_warp", "cuda_block"),
+        (513, "cuda_block", "cuda_block"),
+        (1022, "cuda_warp", "cuda_block"),
+        (1026, "cuda_block", "cuda_block"),
+        (5003, "cuda_block", "cuda_cluster"),
+        (12290, "cuda_block", "cuda_cluster"),
+        (16386, "cuda_cluster", "cuda_cluster"),
+        (65536, "cuda_cluster", "cuda_cluster"),
+    ],
+)
+def test_short_vectors_count_by_what_they_hold(columns: int, forward: str, backward: str) -> None:
+    """LayerNorm of odd lengths: a row of few bytes is short, however many vectors it has."""
+    preferred = {
+        launch.problem.op: launch.variant.name
+        for launch in _launches("sm_90a", MIXES["bf16"], (columns,))
+        if launch.preferred and launch.problem.rows == 32768
+    }
+    assert preferred["layer_norm"] == preferred["add_layer_norm"] == forward
+    assert preferred["layer_norm_backward"] == backward
 
 
 @pytest.fixture(scope="module")

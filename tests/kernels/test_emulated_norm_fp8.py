@@ -106,7 +106,7 @@ class Case:
 def sweep() -> Iterator[Case]:
     """Every op, scope and scaling over lengths of a row; the rest takes turns."""
     lengths = {
-        "cuda_warp": (1, 3, 40, 127, 256, 1024),
+        "cuda_warp": (1, 3, 40, 127, 256, 257, 1022, 1024),
         "cuda_block": (1, 36, 129, 1000, 4096, 8192, 20480),
         "cuda_cluster": (8, 2048, 8200, 16384),
         "cuda_cooperative": (24, 4096, 10001),

@@ -34,6 +34,7 @@ from gristmill.select.problem import Problem
 # several blocks share a row where rows are few.
 BLOCK_KEEPS = 8 * MAX_THREADS
 LONG = 4 * MAX_THREADS
+_LANE_WORDS = 16  # registers for a thread's part of a row, where few threads share it
 
 
 def most_items(details: Details) -> int:
@@ -46,7 +47,9 @@ def most_items(details: Details) -> int:
 def longest_forward(scope: str, problem: Problem, details: Details) -> int:
     """The longest row of a scope, in vectors."""
     if scope == "WARP":
-        return 128  # four vectors a lane: 32768x1024 is faster by warps, longer rows are not
+        # Four vectors a lane: 32768x1024 is faster by warps, longer rows are not. Rows of short
+        # vectors take as many registers: not timed, but a block is half idle at 257 columns.
+        return 32 * (4 if whole_vectors(details) else _LANE_WORDS // _words(details))
     if scope == "GRID" or details.rereadable:
         return ANY_LENGTH
     if scope == "BLOCK":
@@ -55,9 +58,17 @@ def longest_forward(scope: str, problem: Problem, details: Details) -> int:
     return most_blocks(problem) * MAX_THREADS * items
 
 
+def _words(details: Details) -> int:
+    """Registers that a vector of the widest tensor takes."""
+    widest = max(view.dtype.itemsize for view in details.layout.views if view is not None)
+    return max(1, details.layout.vector * widest // 4)
+
+
 def longest_backward(scope: str, problem: Problem, details: Details) -> int:
     if scope == "WARP":
-        return 32  # two vectors a lane: 32768x1024 is faster by blocks fed by bulk copies
+        # Two vectors in each of 16 lanes: 32768x1024 is faster by blocks fed by bulk copies.
+        # Short vectors: what leaves both gradients in registers; not timed.
+        return 32 if whole_vectors(details) else 32 * (10 // details.layout.vector)
     if scope == "GRID":
         return ANY_LENGTH
     # Beside the sums of two gradients dsum finds no registers in 512 threads of one block.
@@ -78,9 +89,8 @@ def warp_forward(problem: Problem, details: Details) -> RowConfig:
     """Two vectors a lane where that fills a warp: 32768x256 takes 9.5 us, with one 9.6."""
     # LayerNorm, 32768x1024: 34.9 us with eight vectors in each of 16 lanes, 38.3 with four in 32.
     alone = problem.dtype("residual") is None and not details.wide
-    eight = details.centered and alone and details.layout.vectors > 64
-    lanes = min(32, power_of_two(-(-details.layout.vectors // (8 if eight else 2))))
-    items = max(1, -(-details.layout.vectors // lanes))
+    eight = details.centered and alone and details.layout.vectors > 64 and whole_vectors(details)
+    lanes, items = _lanes(details, 8 if eight else 2)
     # 32768x1024: 35.0 us in blocks of 64 threads, 35.6 in blocks of 256; 32768x256: 9.8 and 9.5.
     threads = 64 if items > 2 else 256
     teams = -(-problem.rows // max(1, problem.device.multiprocessors))
@@ -89,6 +99,18 @@ def warp_forward(problem: Problem, details: Details) -> RowConfig:
     # Kernels number their teams in 32 bits: beyond, a team takes several rows.
     feed = STRAIGHT if problem.rows < 2**31 else AHEAD
     return RowConfig(threads=threads, items=items, lanes=lanes, feed=feed)
+
+
+def _lanes(details: Details, items: int) -> tuple[int, int]:
+    """Lanes for a row, `items` vectors in each if 32 of them suffice, and vectors in each."""
+    vectors = details.layout.vectors
+    lanes = min(32, power_of_two(-(-vectors // items)))
+    return lanes, _few_sizes(-(-vectors // lanes))
+
+
+def _few_sizes(items: int) -> int:
+    """Beyond eight the next even number, which makes for half as many kernels."""
+    return items + items % 2 if items > 8 else max(1, items)
 
 
 def block_forward(problem: Problem, details: Details) -> RowConfig:
@@ -102,7 +124,7 @@ def block_forward(problem: Problem, details: Details) -> RowConfig:
         # 3.7 at 2. LayerNorm, which has more to agree on: 3.5 at 2, 4.2 at 1.
         return block_config(vectors, max(items, 2 if details.centered and whole else 1))
     if not whole:
-        return block_config(vectors, 8)
+        return _short_vectors(details)
     if details.centered:
         return _layer_block(problem, details)
     plain, staged = problem.dtype("residual") is None, async_copies(problem, details)
@@ -128,6 +150,17 @@ def block_forward(problem: Problem, details: Details) -> RowConfig:
         # With residual, 4096x65536: 537 us, 541 by a cluster that keeps rows.
         return _twice(details, 512, 8)
     return block_config(vectors, most_items(details))
+
+
+def _short_vectors(details: Details) -> RowConfig:
+    """Odd rows, many of them: few threads, each with as much of the row as a lane may have.
+
+    RMSNorm in the CuTe DSL, 32768x4095: 204 us with 16 elements a thread, 277 with four. Here 299
+    with eight; 16 are not timed.
+    """
+    vectors = details.layout.vectors
+    threads = warps(-(-vectors // (_LANE_WORDS // _words(details))))
+    return RowConfig(threads, _few_sizes(-(-vectors // threads)))
 
 
 def _layer_block(problem: Problem, details: Details) -> RowConfig:
@@ -207,10 +240,9 @@ def _cooperative(details: Details, items: int) -> RowConfig:
 
 
 def warp_backward(problem: Problem, details: Details) -> RowConfig:
-    lanes = min(32, power_of_two(-(-details.layout.vectors // 2)))
-    items = max(1, -(-details.layout.vectors // lanes))
+    lanes, items = _lanes(details, 2)
     # One large block per SM leaves the fewest partial rows: 32768x256 18.4 us, 19.0 in small ones.
-    threads = 256 if details.wide else 512
+    threads = 256 if details.wide or items > 2 else 512
     return RowConfig(threads, items, lanes=lanes, feed=AHEAD, blocks_per_sm=512 // threads)
 
 

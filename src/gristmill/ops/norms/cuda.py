@@ -17,7 +17,7 @@ from gristmill.ops.norms import configs
 from gristmill.ops.norms.problem import Details
 from gristmill.ops.norms.semantics import sum_dtype
 from gristmill.ops.rows.candidates import REGISTERS, REREAD, RING, SHARED
-from gristmill.ops.rows.config import TWICE, RowConfig
+from gristmill.ops.rows.config import TWICE, RowConfig, row_bytes
 from gristmill.ops.rows.problem import packed
 from gristmill.ops.rows.variant import RowVariant
 from gristmill.select.problem import Problem
@@ -57,9 +57,10 @@ class NormForward(RowVariant):
         return self.ways if details.rereadable else self.ways - {REREAD}
 
     def declines(self, problem: Problem) -> str | None:
-        # LayerNorm, 4096x65536: 276 us by clusters, 343 by blocks.
+        # LayerNorm, 4096x65536: 276 us by clusters, 343 by blocks. Of odd rows, whose vectors are
+        # short, 997x5003: 53 us by clusters where a block does RMSNorm in 11.
         details: Details = problem.layout
-        long = details.centered and details.layout.vectors > configs.LONG
+        long = details.centered and row_bytes(details) > 16 * configs.LONG
         if (
             self.scope == "BLOCK"
             and long

@@ -42,6 +42,12 @@ def whole_vectors(details: RowDetails) -> bool:
     return details.layout.vector * narrowest(view.dtype for view in views) == 16
 
 
+def row_bytes(details: RowDetails) -> int:
+    """Bytes of a row of the narrowest tensor."""
+    views = [view for view in details.layout.views if view is not None]
+    return details.layout.columns * narrowest(view.dtype for view in views)
+
+
 def bulk_copies(problem: Problem, details: RowDetails) -> bool:
     """Whether what the feed fetches can come by bulk copies.
 
