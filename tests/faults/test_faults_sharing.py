@@ -82,11 +82,11 @@ def test_a_stopped_process_is_not_waited_for_without_end(tmp_path) -> None:
         assert stopped.stdout is not None
         assert stopped.stdout.readline() == "compiling\n"
         stopped.send_signal(signal.SIGSTOP)
-        result = run_child(load_while_another_hangs, str(home), str(sources), 0.5)
+        result = run_child(load_while_another_hangs, str(home), str(sources), 2.0)
         # The others do not wait at all.
-        assert result["seconds"][0] < 0.4
-        assert 0.5 <= result["seconds"][1] < 5
-        assert result["seconds"][2] < 0.4
+        assert result["seconds"][0] < 1.5
+        assert 2.0 <= result["seconds"][1] < 20
+        assert result["seconds"][2] < 1.5
         assert result["kept"] == 3
         assert result["warnings"] == []
     finally:
