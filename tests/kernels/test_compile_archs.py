@@ -39,6 +39,7 @@ SOURCES = ("norm.cu", "norm_backward.cu", "softmax.cu", "softmax_backward.cu", *
 SHORT_COLUMNS = (1, 64, 100, 127, 256, 257, 512, 768, 1022, 1024)
 COLUMNS = (*SHORT_COLUMNS, 2048, 2880, 4096, 5120, 7168, 8192, 10001)
 LONG_COLUMNS = (12288, 16384, 20480, 32768, 50000, 65536, 131072, 200000, 262144)
+LONGEST = (262143, 524288, 2**22 + 1, 2**22 + 8, 2**30)
 FEW_COLUMNS = (4096, 10001, 65536)
 ROWS = (1, 64, 1024, 32768)
 
@@ -71,6 +72,7 @@ REGISTERS_PER_BLOCK = 65536
 # (odd strides, odd lengths, variants by request) a few words are no matter.
 SPILL_LIMIT = 128
 REGISTER_GRANULE = 8  # registers are given to the threads of a warp in steps of so many
+MOST_ITEMS = 16  # loops over them are unrolled
 RESERVED_SHARED = 1024  # of static shared memory, by the system, on sm_90 and up
 
 
@@ -103,6 +105,8 @@ class Launch:
         vectors = self.problem.layout.layout.vectors
         if config.feed != TWICE and reach * config.cluster < vectors:
             return f"{reach * config.cluster} of {vectors} vectors have a thread"
+        if self.preferred and config.items > MOST_ITEMS and config.feed != TWICE:
+            return f"{config.items} vectors in each thread"
         shared = self.variant.shared_bytes(self.problem.layout, config)
         if shared > device.shared_per_block:
             return f"{shared} bytes of shared memory, of {device.shared_per_block}"
@@ -178,7 +182,7 @@ FITTED = [
 
 @pytest.mark.parametrize(("arch", "mixes"), FITTED)
 def test_every_launch_fits_the_device(arch: str, mixes: dict[str, Mix]) -> None:
-    columns = tuple({*COLUMNS, *LONG_COLUMNS, *(2**k + 8 for k in range(4, 18)), 262143, 524288})
+    columns = tuple({*COLUMNS, *LONG_COLUMNS, *(2**k + 8 for k in range(4, 18)), *LONGEST})
     misfits = sorted(
         {
             f"{launch}: {reason}"

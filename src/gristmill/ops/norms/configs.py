@@ -214,7 +214,7 @@ def cluster_forward(problem: Problem, details: Details) -> RowConfig:
     crowded = details.centered and details.wide
     most = 4096 if vectors > 16384 and not crowded else 2048
     cluster = cluster_size(problem, vectors, min(most, stage // 2))
-    if crowded and vectors > cluster * most:
+    if (crowded and vectors > cluster * most) or (details.rereadable and vectors > cluster * stage):
         return _twice(details, MAX_THREADS, 4, cluster)
     feed = 2 if 2 * -(-vectors // cluster) <= stage else ASYNC
     items = 4 if crowded else 6 if vectors <= 16384 else 8
