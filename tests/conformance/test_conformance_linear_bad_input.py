@@ -51,6 +51,7 @@ LINEAR: list[Wrong] = [
         ["None, 'relu', 'silu', 'gelu' or 'gelu_tanh'", "got 'swish'"],
     ),
     ({"activation": 1}, ArgumentError, ["'gelu_tanh'", "got 1"]),
+    ({"activation": ["silu"]}, ArgumentError, ["'gelu_tanh'", "got ['silu']"]),
 ]
 MATMUL: list[Wrong] = [
     ({"a": None}, DtypeError, ["a must be a torch.Tensor", "NoneType"]),

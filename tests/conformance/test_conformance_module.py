@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from conformance_helpers import DEVICES, same_bits
 
 import gristmill
-from gristmill.errors import GristmillError
+from gristmill.errors import DtypeError, GristmillError
 
 KINDS = ["RMSNorm", "LayerNorm"]
 over_kinds = pytest.mark.parametrize("kind", KINDS)
@@ -150,10 +151,26 @@ def test_an_input_of_the_wrong_shape(
     kind: str, normalized: Any, shape: tuple[int, ...], affine: bool
 ) -> None:
     norm = getattr(gristmill.nn, kind)(normalized, elementwise_affine=affine)
-    words = rf"({kind}: x must end in|(rms|layer)_norm:).*8"
+    words = rf"({kind}: (x|input) must end in|(rms|layer)_norm:).*8"
     with pytest.raises(GristmillError, match=words) as caught:
         norm(torch.randn(shape))
     assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("normalized", [8, (2, 4)])
+@pytest.mark.parametrize("affine", [True, False])
+@over_kinds
+def test_an_input_that_is_no_tensor(kind: str, normalized: Any, affine: bool) -> None:
+    norm = getattr(gristmill.nn, kind)(normalized, elementwise_affine=affine)
+    with pytest.raises(DtypeError, match=r"(x|input) must be a torch\.Tensor, got list"):
+        norm([1.0] * 8)
+
+
+@over_kinds
+def test_forward_has_torchs_names(kind: str) -> None:
+    ours, theirs = both(kind, 8)
+    names = [list(inspect.signature(norm.forward).parameters) for norm in (ours, theirs)]
+    assert names[0] == names[1]
 
 
 @over_kinds

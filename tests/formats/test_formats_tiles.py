@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from gristmill.errors import DtypeError
 from gristmill.formats.nvfp4 import swizzle, unswizzle
 from gristmill.formats.nvfp4.tiles import padded, take
 
@@ -99,3 +102,13 @@ def test_a_wrong_rank_is_refused() -> None:
         swizzle(torch.zeros(512, dtype=torch.uint8))
     with pytest.raises(ValueError, match="unswizzle: 128 x 4"):
         unswizzle(torch.tensor(1, dtype=torch.uint8), 128, 4)
+
+
+@pytest.mark.parametrize(
+    ("scales", "got"), [(torch.ones(8, 4), r"torch\.float32"), ([[1.0]], "list")]
+)
+def test_scales_that_are_no_bytes(scales: Any, got: str) -> None:
+    with pytest.raises(DtypeError, match=rf"^swizzle: scales must be .* E4M3 .*, got {got}"):
+        swizzle(scales)
+    with pytest.raises(DtypeError, match=rf"^unswizzle: swizzled must be .* E4M3 .*, got {got}"):
+        unswizzle(scales, 8, 4)

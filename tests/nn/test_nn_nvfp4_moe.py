@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from gristmill import nvfp4
 from gristmill.checkpoints import save_modelopt
-from gristmill.errors import ArgumentError
+from gristmill.errors import ArgumentError, DtypeError
 from gristmill.nn import NVFP4MoE
 
 EXPERTS, HIDDEN, INNER = 4, 64, 48
@@ -141,6 +141,8 @@ def test_wrong_arguments() -> None:
         NVFP4MoE.from_experts([gate[0], gate[1, :32]], list(up), list(down))
     with pytest.raises(ArgumentError, match=r"matrices of one shape, got nothing"):
         NVFP4MoE.from_experts([], [], [])
+    with pytest.raises(DtypeError, match=r"quantize: w must be a tensor .*, got list"):
+        NVFP4MoE.from_experts([[1.0]], list(up), list(down))  # type: ignore[list-item]
     with pytest.raises(ArgumentError, match=r"NVFP4MoE: .*multiple of 16, got 40"):
         NVFP4MoE(4, 64, 40)
 

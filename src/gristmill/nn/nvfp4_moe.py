@@ -261,8 +261,8 @@ def _quantized(experts: Experts, method: str) -> NVFP4Tensor:
                 f"NVFP4MoE.from_experts: experts must be a stack of three dims or a list of "
                 f"matrices, got shape {tuple(experts.shape)}"
             )
-        return quantize(experts.detach(), method=method)
-    made = [quantize(expert.detach(), method=method) for expert in experts]
+        return quantize(experts, method=method)
+    made = [quantize(expert, method=method) for expert in experts]
     if not made or len({one.shape for one in made}) > 1 or made[0].codes.dim() != 2:
         shapes = ", ".join(sorted({str(tuple(one.shape)) for one in made})) or "nothing"
         raise ArgumentError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gristmill.errors import ArgumentError
+from gristmill.errors import ArgumentError, DtypeError
 from gristmill.ops.rms_norm import rms_norm
 
 
@@ -22,6 +22,8 @@ class RMSNorm(torch.nn.RMSNorm):
         dims = len(self.normalized_shape)
         if dims == 1 and self.weight is not None:
             return rms_norm(x, self.weight, self.eps)  # which compares x with the weight
+        if not isinstance(x, torch.Tensor):
+            raise DtypeError(f"RMSNorm: x must be a torch.Tensor, got {type(x).__name__}")
         if x.shape[-dims:] != self.normalized_shape:
             raise ArgumentError(
                 f"RMSNorm: x must end in {self.normalized_shape}, got {tuple(x.shape)}"

@@ -8,9 +8,11 @@ rounded down). Torch calls it ``SWIZZLE_32_4_4``.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from gristmill.errors import ArgumentError
+from gristmill.errors import ArgumentError, DtypeError
 
 ROWS, COLUMNS = 128, 4
 
@@ -22,6 +24,7 @@ def padded(rows: int, columns: int) -> tuple[int, int]:
 
 def swizzle(scales: torch.Tensor) -> torch.Tensor:
     """Scales ``(..., R, C)`` in row order as ``(..., padded R * padded C)`` in tile order."""
+    _check_bytes("swizzle", "scales", scales)
     if scales.dim() < 2:
         raise ArgumentError(
             f"swizzle: scales must have at least two dims, got shape {tuple(scales.shape)}"
@@ -38,6 +41,7 @@ def swizzle(scales: torch.Tensor) -> torch.Tensor:
 
 def unswizzle(swizzled: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """The inverse of :func:`swizzle`: ``(..., R, C)`` in row order, without the padding."""
+    _check_bytes("unswizzle", "swizzled", swizzled)
     tall, wide = padded(rows, columns)
     if swizzled.dim() < 1 or swizzled.shape[-1] != tall * wide:
         raise ArgumentError(
@@ -49,6 +53,12 @@ def unswizzle(swizzled: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     tiles = raw.view(*stack, tall // ROWS, wide // COLUMNS, 32, 4, COLUMNS)
     whole = tiles.transpose(-3, -2).movedim(-4, -2).reshape(*stack, tall, wide)
     return whole[..., :rows, :columns].contiguous().view(swizzled.dtype)
+
+
+def _check_bytes(op: str, name: str, value: Any) -> None:
+    if not isinstance(value, torch.Tensor) or value.element_size() != 1:
+        got = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+        raise DtypeError(f"{op}: {name} must be a tensor of E4M3 or of bytes, got {got}")
 
 
 def take(swizzled: torch.Tensor, rows: range, columns: range, width: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from gristmill.ops import checks
 # "gelu" is the exact one, by erf; "gelu_tanh" the approximation of that name.
 ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh")
 # Those whose gradient needs what they were applied to; relu's needs its result alone.
-NEED_PRE = frozenset(("silu", "gelu", "gelu_tanh"))
+NEED_PRE = ("silu", "gelu", "gelu_tanh")
 
 
 def check_linear(x: Any, weight: Any, bias: Any, activation: Any) -> None:
