@@ -14,6 +14,7 @@ from bench.committed import committed_files
 from bench.made_up import full_run
 
 from gristmill.bench.charts import CSS, Chart, draw, write_charts
+from gristmill.bench.page import page
 from gristmill.bench.results import Results, load
 
 FILES = {f"{path.parent.name}-{path.stem}": path for path in committed_files()}
@@ -148,3 +149,16 @@ def test_a_full_run_is_small_enough_to_be_inlined() -> None:
 def test_every_chart_of_a_run_has_its_own_title() -> None:
     titles = [chart.title for chart in charts(MADE_UP).values()]
     assert all(one != other for one, other in combinations(titles, 2))
+
+
+def test_a_roof_that_could_not_be_measured_is_a_gap() -> None:
+    """Where its copy finds no memory, rows have times and no roof: of one problem, or of all."""
+    results = full_run()
+    for number, row in enumerate(results.rows):
+        if number % 2 or row["op"] == "rms_norm":
+            row.pop("roof_us", None)
+            row.pop("roof_share", None)
+    charts = {name: chart.svg(standalone=True) for name, chart in draw(results).items()}
+    assert 'class="roof"' in charts["layer_norm"]
+    assert len(charts["rms_norm"]) > 2000
+    assert page(results)

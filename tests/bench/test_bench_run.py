@@ -195,6 +195,40 @@ def test_a_problem_that_does_not_fit_is_told_for_every_implementation(
     assert all(row["error"].endswith("problem: no more") for row in found.rows)
 
 
+# What torch says on a CPU, where a lack of memory has no kind of its own.
+CPU_LACK = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 byte"
+
+
+def test_a_problem_that_does_not_fit_a_cpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise RuntimeError(CPU_LACK)
+
+    monkeypatch.setattr("gristmill.bench.runner.arguments", full)
+    (row,) = run([], TASKS[:1]).rows
+    assert row["error"] == f"not enough memory for this problem: {CPU_LACK}"
+    monkeypatch.setattr("gristmill.bench.runner.arguments", failing_forward([]))
+    with pytest.raises(ValueError, match="no such kernel"):
+        run([], TASKS[:1])
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), RuntimeError(CPU_LACK)])
+@pytest.mark.parametrize("name", ["rms_norm", "linear"])
+def test_times_stand_without_a_roof(
+    monkeypatch: pytest.MonkeyPatch, name: str, error: Exception
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("gristmill.bench.runner.time_copy", full)
+    task = next(task for task in TASKS if task.name == name)
+    found = run([PEERS["eager"]], [task])
+    assert len(found.rows) == 2
+    for row in found.rows:
+        assert row["us"] > 0
+        assert not {"roof_us", "roof_share"} & set(row)
+    assert found.meta["notes"] == [f"{task} has no roof: {error}"]
+
+
 def full_forward(sets: Sets) -> Function:
     def call(*_: Any) -> None:
         raise torch.OutOfMemoryError("no more\nsecond line")

@@ -198,6 +198,14 @@ def test_explain_takes_a_word_where_the_op_has_an_int(run: Run, op: str) -> None
     assert f"{op}: causal must be None, 'top_left' or 'bottom_right', got 'upper'" in result.output
 
 
+def test_explain_takes_none_as_a_word_where_it_is_one(run: Run) -> None:
+    words = "explain {} --arch sm_90a --json --set {}"
+    losses = words.format("cross_entropy --shape 64x1024", "reduction=none")
+    assert json.loads(run(losses).stdout)["chosen"]
+    plain = words.format("linear --shape 8x64x64", "activation=none")
+    assert json.loads(run(plain).stdout)["chosen"]
+
+
 def test_explain_as_text_names_the_choice(run: Run) -> None:
     result = run("explain add_rms_norm --arch sm_90a")
     assert result.exit_code == 0
@@ -261,7 +269,7 @@ def test_warmup_fills_the_cache_that_ls_lists_and_clear_empties(run: Run) -> Non
     first, second = run(line), run(line)
     assert first.exit_code == second.exit_code == 0, first.output
     assert re.search(r"\d s +compiled +rms_norm cuda_\w+ \(.+\) for sm_90a", first.stdout)
-    assert re.search(r"[1-9]\d* programs compiled, 0 already in the cache", first.stdout)
+    assert re.search(r"[1-9]\d* programs? compiled, 0 already in the cache", first.stdout)
     assert re.search(r"0 programs compiled, [1-9]\d* already in the cache", second.stdout)
 
     listed = json.loads(run("cache ls --json").stdout)
@@ -276,9 +284,9 @@ def test_warmup_fills_the_cache_that_ls_lists_and_clear_empties(run: Run) -> Non
     count = len(listed["kernels"])
     kept = run("cache clear", answer="n\n")
     assert kept.exit_code == 1
-    assert f"Delete {count} programs" in kept.output
+    assert f"Delete {count} program" in kept.output
     assert len(json.loads(run("cache ls --json").stdout)["kernels"]) == count
-    assert run("cache clear --yes").stdout.startswith(f"{count} programs deleted")
+    assert run("cache clear --yes").stdout.startswith(f"{count} program")
     assert json.loads(run("cache ls --json").stdout)["kernels"] == []
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -115,7 +117,7 @@ def test_tables_travel_and_take_part(home, tmp_path, monkeypatch) -> None:
     Table.for_device(H200).save(table)
     gristmill("cache", "export", tmp_path / "without", "--no-tables")
     assert not any(name.startswith("tables/") for name in names(tmp_path / "without"))
-    assert "and 1 tables" in gristmill("cache", "export", tmp_path / "with")
+    assert "and 1 table," in gristmill("cache", "export", tmp_path / "with")
     elsewhere(monkeypatch, tmp_path / "o1", GRISTMILL_CACHE_LAYERS=str(tmp_path / "with"))
     assert [source.label for source in tables_for(H200)][:2] == [
         "tuning of this process",
@@ -157,7 +159,7 @@ def test_nothing_of_a_damaged_bundle_is_imported(at, tmp_path, monkeypatch) -> N
     out = gristmill("cache", "import", path, code=1)
     assert "is not what the manifest says" in out.replace("\n", " ")
     assert not (tmp_path / "other").exists()
-    assert "1 problems" in gristmill("cache", "verify", path, code=1)
+    assert "1 problem\n" in gristmill("cache", "verify", path, code=1)
 
 
 def test_a_kernel_under_another_name_is_not_imported(home, tmp_path, monkeypatch) -> None:
@@ -236,3 +238,22 @@ def test_verify_says_all_that_is_wrong_with_a_bundle(home: Path, tmp_path: Path)
     said = gristmill("cache", "verify", path, code=1)
     assert "holds no kernel, or another one" in said
     assert "can be written to by others" in said
+
+
+def test_ls_shows_whole_names(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of two kernels may differ in the last letter only."""
+    name = f"norm_forward<{'A' * 300},Z>"
+    kept = cache.entries()[0]
+    long = dataclasses.replace(kept, entry=dataclasses.replace(kept.entry, names=(name,)))
+    monkeypatch.setattr(cache, "entries", lambda: [long])
+    text = re.sub(r"[│\s]", "", gristmill("cache", "ls"))
+    assert text.count("A") == 300
+    assert "…" not in text
+    assert "1program,0.0MB" in text
+
+
+def test_a_bundle_takes_the_place_of_files_only(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for place in (tmp_path / "pipe", tmp_path):
+        assert "no plain file" in gristmill("cache", "export", place, code=2)
+    assert (tmp_path / "pipe").is_fifo()

@@ -84,8 +84,8 @@ def test_layers_that_are_in_order(run: Run, kernel: tuple[str, bytes], tmp_path:
     values = {setting["name"]: setting["value"] for setting in report["settings"]}
     assert values["GRISTMILL_CACHE_LAYERS"] == f"{baked}{os.pathsep}{shared}"
     text = run(baked, shared, line="doctor").stdout
-    assert f"{baked} (bundle, 1 programs; trusted)" in text
-    assert f"{shared} (folder, 1 programs; trusted)" in text
+    assert f"{baked} (bundle, 1 program; trusted)" in text
+    assert f"{shared} (folder, 1 program; trusted)" in text
 
 
 def missing(kernel: tuple[str, bytes], path: Path) -> Path:

@@ -80,7 +80,7 @@ def test_a_bundle_serves_where_nothing_may_be_compiled(
     words = ("scale_gradient_", "--shape", "4x4096", "--arch", "sm_90a", "--bundle", str(bundle))
     result = run(*words)
     assert result.exit_code == 0, result.output
-    assert "1 programs compiled, 0 already in the cache" in result.output
+    assert "1 program compiled, 0 already in the cache" in result.output
     assert "MB, sha256" in result.output
     with Bundle.open(bundle) as opened:
         assert opened.sha256() in result.output
@@ -174,7 +174,7 @@ def test_what_does_not_compile_hinders_nothing_else(
     result = run(*words, "--arch", "sm_90a", "--bundle", str(bundle))
     assert result.exit_code == 1
     assert "failed: no_such_kernel<int> for sm_90a: CompileError" in result.output
-    assert "1 programs compiled, 0 already in the cache, 1 failed" in result.output
+    assert "1 program compiled, 0 already in the cache, 1 failed" in result.output
     with Bundle.open(bundle) as opened:
         assert len(opened.names) == 1
 

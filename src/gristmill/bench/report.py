@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any
 
 from rich.console import Console, JustifyMethod
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -51,21 +52,21 @@ def print_results(results: Results, console: Console) -> None:
     for op in dict.fromkeys(row["op"] for row in kernels):
         rows = [row for row in kernels if row["op"] == op]
         table = _kernel_table(rows, roof=_has_roof(results))
-        console.print(_rich(table, f"{op}: µs per call", ours=1))
+        console.print(_whole(_rich(table, f"{op}: µs per call", ours=1), console))
     for title, table in product_report.tables(kernels):
-        console.print(_rich(table, title, ours=-1))
+        console.print(_whole(_rich(table, title, ours=-1), console))
     if kernels:
         for line in summary(kernels):
-            console.print(line, markup=False, highlight=False)
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
     for title, table in _other_tables(results.rows):
-        console.print(_rich(table, title, ours=-1))
+        console.print(_whole(_rich(table, title, ours=-1), console))
     for section in sections(results):
         if not section.page_only:
-            console.print(_rich(section.grid, section.title, ours=-1))
+            console.print(_whole(_rich(section.grid, section.title, ours=-1), console))
         for line in section.lines:
-            console.print(line, markup=False, highlight=False)
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
     for line in notes(results):
-        console.print(Text(line, style="yellow"))
+        console.print(Text(line, style="yellow"), soft_wrap=True)
 
 
 def markdown(results: Results) -> str:
@@ -86,7 +87,7 @@ def markdown(results: Results) -> str:
     for suite, method in meta.get("methods", {}).items():
         parts.append(f"Method of {suite}: {method}.")
     if meta.get("copy_tb_per_s"):
-        parts.append(f"Largest copy measured in this run: {meta['copy_tb_per_s']:.3g} TB/s.")
+        parts.append(f"Largest copy measured in this run: {meta['copy_tb_per_s']:#.3g} TB/s.")
     if _has_roof(results):
         for dtype, rate in meta.get("mm_tflop_per_s", {}).items():
             parts.append(f"Fastest product of torch's in this run, {dtype}: {rate:.0f} TFLOP/s.")
@@ -302,6 +303,15 @@ def _rich(grid: Grid, title: str, *, ours: int) -> Table:
         table.add_column(name, justify=justify, style=style, no_wrap=not folds)
     for line in body:
         table.add_row(*(_cell(header[index], text) for index, text in enumerate(line)))
+    return table
+
+
+def _whole(table: Table, console: Console) -> Table:
+    """In a terminal that is too narrow for its words and numbers they are folded, and not cut."""
+    endless = console.options.update_width(10_000)
+    if Measurement.get(console, endless, table).minimum > console.width:
+        for column in table.columns:
+            column.no_wrap, column.overflow = False, "fold"
     return table
 
 

@@ -14,6 +14,7 @@ the commands, and has not been measured (see runs.py); a run is "finished" when 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterable
@@ -25,6 +26,9 @@ from gristmill.errors import ArgumentError
 
 Row = dict[str, Any]
 OURS = "gristmill"
+# Only rows of other suites than those of kernel time have one of these; in files of before
+# 2026-11-16 rows of host time and starts do not name their suite.
+_OTHERS = {"mode", "cache", "suite"}
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 # What makes two rows about the same thing, beside their label; a key that a suite has no use for is
 # absent.
@@ -63,20 +67,23 @@ class Results:
     def save(self) -> None:
         if self.path is None:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        path = self.path.resolve()  # a link stays one
+        path.parent.mkdir(parents=True, exist_ok=True)
         # One row per line: two runs can be compared with diff.
         rows = ",\n  ".join(json.dumps(row) for row in self.rows)
         meta = json.dumps(self.meta, indent=1).replace("\n", "\n ")
         text = f'{{\n "meta": {meta},\n "rows": [\n  {rows}\n ]\n}}\n'
-        partial = self.path.with_name(self.path.name + ".partial")
-        partial.write_text(text)
-        os.replace(partial, self.path)
+        partial = path.with_name(path.name + ".partial")
+        try:
+            partial.write_text(text, encoding="utf-8")
+            os.replace(partial, path)
+        except OSError:  # a full disk
+            partial.unlink(missing_ok=True)
+            raise
 
     def kernels(self) -> list[Row]:
         """The rows of kernel time, also those of what could not be timed."""
-        # Files of before 2026-11-16 have rows of host time and starts that do not name their suite.
-        others = {"mode", "cache", "suite"}
-        return [row for row in self.rows if not others & set(row)]
+        return [row for row in self.rows if not _OTHERS & row.keys()]
 
     def timed(self) -> list[Row]:
         """Those of them that were."""
@@ -88,17 +95,30 @@ class Results:
 
 def load(path: Path) -> Results:
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(data, dict) or not {"meta", "rows"} <= data.keys():
             raise TypeError('it is no object with "meta" and "rows"')
         meta, rows = data["meta"], data["rows"]
-        if not isinstance(meta, dict) or not all(isinstance(row, dict) for row in rows):
+        listed = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
+        if not isinstance(meta, dict) or not listed:
             raise TypeError("meta is an object and rows are a list of objects")
         if any("op" not in row or "impl" not in row for row in rows):
             raise TypeError("each row names its op and its impl")
+        for row in rows:
+            _check(row)
     except (OSError, ValueError, TypeError) as error:
         raise ArgumentError(f"{path} is not a file of benchmark results: {error}") from error
     return Results(meta, rows)
+
+
+def _check(row: Row) -> None:
+    """TypeError if a row lacks what readers count on."""
+    about = f"{row['op']} of {row['impl']}"
+    if not _OTHERS & row.keys() and not {"dtype", "M"} <= row.keys():
+        raise TypeError(f"the row {about} has no dtype or no M")
+    us = row.get("us", 1.0)
+    if not isinstance(us, (int, float)) or not 0 < us < math.inf:
+        raise TypeError(f"the row {about} has {us!r} for its us, which is no time")
 
 
 def problem_of(row: Row) -> tuple[Any, ...]:

@@ -114,14 +114,16 @@ class Runner:
             advance(str(task))
             try:
                 rows = self._measure(task)
-            except torch.OutOfMemoryError as error:
-                rows = self._failed(task, f"{NO_MEMORY}: {first_line(error)}")
             except DeviceLostError as error:
                 # The problem has rows now: who goes on with --resume does not meet it again.
                 self.results.add(self._failed(task, str(error)))
                 raise GristmillError(
                     f"{task}: {error}; nothing more can run in this process: go on with --resume"
                 ) from error
+            except RuntimeError as error:
+                if not _is_lack(error):
+                    raise
+                rows = self._failed(task, f"{NO_MEMORY}: {first_line(error)}")
             self.results.add(rows)
             self._release()
         self._experts = None
@@ -236,9 +238,7 @@ class Runner:
         cost: Cost,
     ) -> None:
         timings = time_interleaved(runnable, sets, samples=self.samples) if runnable else {}
-        moved, roof = cost.bytes, self._roof(cost.bytes)
-        if task.kind.product:
-            roof = max(roof, cost.operations / self._rate(task.dtype) / 1e6)
+        moved, roof = cost.bytes, self._roof_of(task, cost)
         small = self.device.type == "cuda" and moved <= HOST_BYTES
         for name, timing in timings.items():
             row = rows[name]
@@ -254,10 +254,24 @@ class Runner:
             row["tb_per_s"] = _five_digits(moved / timing.us / 1e6)
             if task.kind.product:
                 row["tflop_per_s"] = _five_digits(cost.operations / timing.us / 1e6)
-            row["roof_us"] = round(roof, 3)
-            row["roof_share"] = round(roof / timing.us, 4)
+            if roof is not None:
+                row["roof_us"] = round(roof, 3)
+                row["roof_share"] = round(roof / timing.us, 4)
             row["l2"] = "cold"
             row["host_us"] = round(time_host(runnable[name], sets[0]), 2) if small else None
+
+    def _roof_of(self, task: Task, cost: Cost) -> float | None:
+        """None where its copy finds no memory beside the arguments: the times stand without it."""
+        try:
+            roof = self._roof(cost.bytes)
+            if task.kind.product:
+                roof = max(roof, cost.operations / self._rate(task.dtype) / 1e6)
+        except RuntimeError as error:
+            if not _is_lack(error):
+                raise
+            self.results.note(f"{task} has no roof: {first_line(error)}")
+            return None
+        return roof
 
     def _roof(self, moved: int) -> float:
         """Microseconds of a copy that moves as many bytes.
@@ -301,9 +315,16 @@ class Runner:
             torch.cuda.empty_cache()
 
 
+def _is_lack(error: Exception) -> bool:
+    """Whether memory was lacking; on a CPU torch has no error of its own for that, only words."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
 def _reason(error: Exception) -> str:
     """What a row says of it."""
-    if isinstance(error, torch.OutOfMemoryError):
+    if _is_lack(error):
         return f"{OUT_OF_MEMORY}: {first_line(error)}"
     return described(error)
 

@@ -80,7 +80,9 @@ def explain(
     arch: Arch = None,
     deterministic: Annotated[
         bool,
-        typer.Option("--deterministic", help="As under torch.use_deterministic_algorithms(True)."),
+        typer.Option(
+            "--deterministic", help="As under torch's use_deterministic_algorithms(True)."
+        ),
     ] = False,
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="As under gristmill.batch_invariant().")

@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from gristmill.bench.report import markdown, print_results
 from gristmill.bench.results import Results, Row, is_ours
 from gristmill.bench.suites import Task
 from gristmill.cli.bench_plan import Options, Plan, plan_of
-from gristmill.cli.common import FAILURE, console
+from gristmill.cli.common import FAILURE, check_file, check_folder, console, counted
 from gristmill.jit.compilers import Compilable
 from gristmill.jit.parallel import compile_all
 from gristmill.select.device import device_of
@@ -35,6 +36,7 @@ _TERMINATED = 128 + signal.SIGTERM
 
 def run(options: Options) -> None:
     out = console()
+    _check_outputs(options)
     if options.read:
         results = runs.read(options.read)
         results.path = options.json
@@ -45,6 +47,14 @@ def run(options: Options) -> None:
     _write(results, options, out)
     if any(_is_ours(row) for row in results.failures()):
         raise typer.Exit(FAILURE)
+
+
+def _check_outputs(options: Options) -> None:
+    """What cannot be written is said before hours of measuring."""
+    for folder in filter(None, (options.report, options.plots)):
+        check_folder(folder)
+    for file in filter(None, (options.json, options.markdown)):
+        check_file(file)
 
 
 def _is_ours(row: Row) -> bool:
@@ -68,7 +78,7 @@ def _measured(plan: Plan, options: Options, out: Console) -> Results:
     kernels = _runner(plan, results, options) if plan.tasks else None
     todo = kernels.todo(plan.tasks, out.print) if kernels else []  # which may refuse to go on
     results.save()
-    with _terminated_in_order():
+    with _terminated_in_order(), _interrupted(options.json):
         if kernels:
             _measure_kernels(kernels, todo, plan, options, out)
         _measure_costs(plan, results, options, out)
@@ -81,6 +91,17 @@ def _measured(plan: Plan, options: Options, out: Console) -> Results:
         )
     runs.finish(results)
     return results
+
+
+@contextmanager
+def _interrupted(path: Path | None) -> Iterator[None]:
+    """Says how to go on, to who has pressed Ctrl-C."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if path is not None:
+            typer.echo(f"stopped; {path} has what was measured: --resume goes on with it", err=True)
+        raise
 
 
 @contextmanager
@@ -195,7 +216,7 @@ def _compile(programs: Sequence[Compilable], device: torch.device, out: Console,
     """Compile gristmill's own ahead and in parallel; what fails is told where it is missed."""
     if not programs:
         return
-    out.print(f"compiling {len(programs)} of gristmill's programs")
+    out.print(f"compiling {counted(len(programs), 'program')} of gristmill's")
     workers, arch = jobs or None, device_of(device).arch
     if not out.is_terminal:
         compile_all(programs, arch, workers=workers)
@@ -212,7 +233,7 @@ def _write(results: Results, options: Options, out: Console) -> None:
     written = [] if results.path is None else [str(results.path)]
     if options.markdown is not None:
         options.markdown.parent.mkdir(parents=True, exist_ok=True)
-        options.markdown.write_text(markdown(results))
+        options.markdown.write_text(markdown(results), encoding="utf-8")
         written.append(str(options.markdown))
     if options.plots is not None:
         from gristmill.bench.charts import write_charts

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from gristmill.cli.common import reported
-from gristmill.cli.words import Device, Dtypes, Json, Shapes
+from gristmill.cli.words import Device, Json, Shapes
 from gristmill.errors import ArgumentError
 
 _DEFAULT, _COMPARE = "run", "compare"
@@ -106,7 +106,12 @@ def bench(
         ),
     ] = None,
     shape: Shapes = None,
-    dtype: Dtypes = None,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="bfloat16, float16 or float32 (or bf16, fp16, fp32). May be repeated.",
+        ),
+    ] = None,
     layers: Annotated[
         str | None,
         typer.Option(
@@ -146,8 +151,8 @@ def bench(
     peers: Annotated[
         str | None,
         typer.Option(
-            help="Of eager,inductor,quack,liger,flashinfer,cublas,torch,humming,vllm, or none; by "
-            "default all."
+            help="Only these: eager, inductor, quack, liger, flashinfer, cublas, torch, humming, "
+            "vllm; by commas. Or none; by default all."
         ),
     ] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Samples per timing.")] = None,

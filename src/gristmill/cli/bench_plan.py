@@ -24,6 +24,7 @@ from gristmill.bench.shapes import Shape
 from gristmill.bench.suites import KERNEL_SUITES, KINDS, SUITES, Task, known, layers_of, tasks
 from gristmill.cli.common import parse_dtype, parse_shape, torch_device
 from gristmill.errors import ArgumentError
+from gristmill.settings import settings
 
 ALL = "all"
 _COSTS = (host_cost.SUITE, cold_start.SUITE, choice.SUITE)
@@ -94,6 +95,7 @@ class Plan:
 
 
 def plan_of(options: Options) -> Plan:
+    settings()  # a mistake in the environment is one of every row
     suites = list(SUITES) if ALL in options.suites else list(dict.fromkeys(options.suites))
     for suite in suites:
         known("suite", suite, (*SUITES, ALL))

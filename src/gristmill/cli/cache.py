@@ -9,7 +9,7 @@ from pathlib import Path
 import typer
 from rich.table import Table
 
-from gristmill.cli.common import console, write_json
+from gristmill.cli.common import check_file, console, counted, write_json
 from gristmill.errors import ArgumentError, BundleError, GristmillError
 from gristmill.jit import bundle, cache, entry
 from gristmill.jit.bundle import KERNELS, TABLES, Bundle
@@ -58,9 +58,10 @@ def ls(*, as_json: bool) -> None:
         return
     out = console()
     if found:
-        table = Table("kernels", "arch", "compiler", header_style="bold")
-        table.add_column("KB", justify="right")
-        table.add_column("made")
+        table = Table(header_style="bold")
+        for title in ("kernels", "arch", "compiler", "KB", "made"):
+            # Folded and not cut: names of kernels differ in their last letters.
+            table.add_column(title, justify="right" if title == "KB" else "left", overflow="fold")
         order = sorted(found, key=lambda kept: (kept.entry.source, kept.entry.arch, kept.path.name))
         for kept in order:
             names = f"{kept.entry.source}: {', '.join(kept.entry.names)}"
@@ -69,17 +70,23 @@ def ls(*, as_json: bool) -> None:
             table.add_row(names, kept.entry.arch, kept.entry.compiler, size, made)
         out.print(table)
     total = sum(kept.size for kept in found) / 1e6
-    typer.echo(f"{len(found)} programs, {total:.1f} MB in {cache.folder() or 'no folder'}")
+    typer.echo(
+        f"{counted(len(found), 'program')}, {total:.1f} MB in {cache.folder() or 'no folder'}"
+    )
     for path, layer in opened:
-        about = layer if isinstance(layer, str) else f"{layer.count()} programs in layer {path}"
+        about = (
+            layer
+            if isinstance(layer, str)
+            else f"{counted(layer.count(), 'program')} in layer {path}"
+        )
         typer.echo(about)
 
 
 def clear(*, ask: bool) -> None:
     count = len(cache.entries())
     if ask and count:
-        typer.confirm(f"Delete {count} programs from {cache.folder()}?", abort=True)
-    typer.echo(f"{cache.clear()} programs deleted from {cache.folder()}")
+        typer.confirm(f"Delete {counted(count, 'program')} from {cache.folder()}?", abort=True)
+    typer.echo(f"{counted(cache.clear(), 'program')} deleted from {cache.folder()}")
 
 
 def export(path: Path, archs: list[str], sources: list[str], *, tables: bool) -> None:
@@ -87,6 +94,7 @@ def export(path: Path, archs: list[str], sources: list[str], *, tables: bool) ->
     _refuse_unusable()
     if not path.absolute().parent.is_dir():
         raise ArgumentError(f"cache export: there is no folder {path.absolute().parent}")
+    check_file(path)
     kernels = []
     for kept in cache.entries():
         about = kept.entry
@@ -123,7 +131,8 @@ def import_(path: Path, sha256: str | None) -> None:
             continue
         write_whole(place, content)
         added[KERNELS if name.startswith(KERNELS) else TABLES] += 1
-    typer.echo(f"{added[KERNELS]} programs and {added[TABLES]} tables imported into {top}")
+    programs, tables = counted(added[KERNELS], "program"), counted(added[TABLES], "table")
+    typer.echo(f"{programs} and {tables} imported into {top}")
 
 
 def verify(path: Path | None) -> None:
@@ -137,7 +146,7 @@ def verify(path: Path | None) -> None:
         wrong += len(found)
         for fault in found:
             typer.echo(f"{place}: {fault}")
-        typer.echo(f"{place}: {_about(place)}, {len(found)} problems")
+        typer.echo(f"{place}: {_about(place)}, {counted(len(found), 'problem')}")
     if wrong:
         raise typer.Exit(1)
 
@@ -163,11 +172,11 @@ def _faults(place: Path) -> list[str]:
 
 def _about(place: Path) -> str:
     if not place.is_file():
-        return f"{len(names_in(place / 'kernels', suffix=entry.SUFFIX))} programs"
+        return counted(len(names_in(place / "kernels", suffix=entry.SUFFIX)), "program")
     try:
         with Bundle.open_unchecked(place) as opened:
             count = sum(name.startswith(KERNELS) for name in opened.names)
-            return f"{count} programs, sha256 {opened.sha256()}"
+            return f"{counted(count, 'program')}, sha256 {opened.sha256()}"
     except BundleError:
         return "no programs"
 
@@ -198,7 +207,8 @@ def _refuse_unusable() -> None:
 
 def _say_written(path: Path, kernels: int, tables: int, digest: str) -> None:
     size = path.stat().st_size / 1e6
-    typer.echo(f"{kernels} programs and {tables} tables, {size:.1f} MB in {path}")
+    holds = f"{counted(kernels, 'program')} and {counted(tables, 'table')}"
+    typer.echo(f"{holds}, {size:.1f} MB in {path}")
     typer.echo(f"sha256 {digest}")
 
 

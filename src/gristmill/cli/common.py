@@ -6,8 +6,10 @@ import contextlib
 import functools
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import typer
@@ -30,7 +32,7 @@ SHAPE_HELP = (
 MOST_ELEMENTS = 10**17  # torch counts bytes in 64 bits
 DTYPE_NAMES = ("bfloat16", "float16", "float32", "float64")
 DTYPE_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-DTYPE_HELP = "bfloat16, float16 or float32 (or bf16, fp16, fp32)."
+DTYPE_HELP = "bfloat16, float16, float32 or float64 (or bf16, fp16, fp32, fp64)."
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -100,10 +102,35 @@ def torch_device(name: str | None) -> torch.device:
     if device.type not in ("cuda", "cpu"):
         raise ArgumentError(f"{name!r} is not a device for this: write cuda, cuda:1 or cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        sees = counted(torch.cuda.device_count(), "GPU")
         raise ArgumentError(
-            f"there is no device {name!r}: torch sees {torch.cuda.device_count()} GPUs"
+            f"there is no device {name!r}: torch sees {sees}; write cpu for the CPU"
         )
     return device
+
+
+def counted(number: int, noun: str) -> str:
+    """1 program, 2 programs."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def check_file(path: Path) -> None:
+    """ArgumentError if no file can be written there: said before the work, not after it.
+
+    A device or a pipe would be replaced by a file.
+    """
+    if path.exists() and not path.is_file():
+        raise ArgumentError(f"cannot write {path}: that is no plain file; name another")
+    check_folder(path.absolute().parent)
+
+
+def check_folder(path: Path) -> None:
+    """ArgumentError if this folder neither takes files nor can be made."""
+    there = next(one for one in (path, *path.absolute().parents) if one.exists())
+    if not there.is_dir():
+        raise ArgumentError(f"cannot write into {path}: {there} is no folder; name another")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ArgumentError(f"cannot write into {path}: {there} is read-only; name another")
 
 
 def reported(function: Callable[P, R]) -> Callable[P, R]:

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from gristmill.cli.common import counted
 from gristmill.errors import BundleError
 from gristmill.jit import cache
 from gristmill.jit.bundle import damages
@@ -91,7 +92,7 @@ def layer_problems(layers: list[Report]) -> list[str]:
 def folder_line(folder: Report) -> str:
     if folder["folder"] is None:
         return f"none: {folder['problem']}"
-    size = f"{folder['programs']} programs, {folder['bytes'] / 1e6:.1f} MB"
+    size = f"{counted(folder['programs'], 'program')}, {folder['bytes'] / 1e6:.1f} MB"
     trusted = "trusted" if folder["trusted"] else "not trusted"
     writable = "writable" if folder["writable"] else "not writable"
     return f"{folder['folder']} ({size}; {trusted}, {writable})"
@@ -101,4 +102,5 @@ def layer_line(layer: Report) -> str:
     if layer["problem"]:
         return f"{layer['path']} (not used)"
     damaged = f", {len(layer['damaged'])} damaged" if layer["damaged"] else ""
-    return f"{layer['path']} ({layer['kind']}, {layer['programs']} programs{damaged}; trusted)"
+    programs = counted(layer["programs"], "program")
+    return f"{layer['path']} ({layer['kind']}, {programs}{damaged}; trusted)"

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.markup import escape
 from rich.table import Table as Grid
 
-from gristmill.cli.common import console, torch_device, write_json
+from gristmill.cli.common import console, counted, torch_device, write_json
 from gristmill.ops.registry import known_op
 from gristmill.select.device import KNOWN, Device, device_of
 from gristmill.select.table import Table
@@ -55,11 +55,13 @@ def _device_of_table(table: Table, here: Device) -> Device:
 def _show(rows: Sequence[ListedRow], device: Device) -> None:
     out = console()
     if rows:
-        grid = Grid("problem", "runs", header_style="bold")
+        grid = Grid(header_style="bold")
+        for title in ("problem", "runs"):
+            grid.add_column(title, overflow="fold")
         for title in ("us", "spread"):
-            grid.add_column(title, justify="right")
+            grid.add_column(title, justify="right", overflow="fold")
         for title in ("second", "measured", "from"):
-            grid.add_column(title)
+            grid.add_column(title, overflow="fold")
         for one in rows:
             row, second = one.row, one.row.second
             grid.add_row(
@@ -73,4 +75,4 @@ def _show(rows: Sequence[ListedRow], device: Device) -> None:
             )
         out.print(grid)
     count = sum(bool(one.stale) for one in rows)
-    out.print(f"{len(rows)} rows for {device.name}, {count} of them stale", markup=False)
+    out.print(f"{counted(len(rows), 'row')} for {device.name}, {count} of them stale", markup=False)

@@ -15,6 +15,7 @@ from gristmill.bench.progress import progress
 from gristmill.cli.common import (
     FAILURE,
     console,
+    counted,
     parse_options,
     parse_shape,
     torch_device,
@@ -62,7 +63,7 @@ def run(options: Options) -> None:
     plan = _plan(options, device)
     # What is for people goes to stderr when stdout is for machines.
     out = console(stderr=options.json)
-    out.print(f"{device}: {len(plan.jobs)} problems, table {table[0]}", soft_wrap=True)
+    out.print(f"{device}: {counted(len(plan.jobs), 'problem')}, table {table[0]}", soft_wrap=True)
     with _Screen(out) as screen:
         report = tune_ahead(
             plan,
@@ -130,7 +131,7 @@ class _Screen(Watch):
         if self._out.is_terminal:
             self._step("compiling", total)(f"compiling {result.program.source}")
         elif number == 1:
-            self._out.print(f"compiling {total} programs")
+            self._out.print(f"compiling {counted(total, 'program')}")
 
     def begins(self, key: str, total: int) -> None:
         self._step("measuring", total)(key)

@@ -20,7 +20,15 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from gristmill.cli.common import FAILURE, console, parse_shape, torch_dtype, write_json
+from gristmill.cli.common import (
+    FAILURE,
+    check_file,
+    console,
+    counted,
+    parse_shape,
+    torch_dtype,
+    write_json,
+)
 from gristmill.errors import ArgumentError
 from gristmill.jit.compilers import to_text
 from gristmill.select.device import Device
@@ -59,6 +67,8 @@ def run(options: Options) -> None:
         return
     if options.bundle is not None and not options.bundle.absolute().parent.is_dir():
         raise ArgumentError(f"--bundle {options.bundle}: there is no such folder")
+    if options.bundle is not None:
+        check_file(options.bundle)
     with _watch(console(stderr=options.json)) as show:
         report = warm_up(
             wanted,
@@ -113,7 +123,7 @@ def _tell(wanted: Wanted, targets: Sequence[Device], as_json: bool) -> None:
         out.print(f"{arch}  {op or 'named'}  {one.source}  {', '.join(one.names)}", markup=False)
     for op, count in Counter(op or "named" for _, op, _ in found).items():
         out.print(f"{count:7d}  {op}", markup=False)
-    out.print(f"{len(found)} programs; nothing was compiled")
+    out.print(f"{counted(len(found), 'program')}; nothing was compiled")
 
 
 @contextmanager
@@ -161,7 +171,7 @@ def _kernels(warmed: Warmed) -> str:
 def _summarise(report: Report) -> None:
     out, failed = console(), report.count("failed")
     words = [
-        f"{report.count('compiled')} programs compiled",
+        f"{counted(report.count('compiled'), 'program')} compiled",
         f"{report.count('cached')} already in the cache",
         *([f"{failed} failed"] if failed else []),
         f"{report.seconds:.1f} s",

@@ -45,7 +45,8 @@ def draw_products(problems: Sequence[Problem], styles: Styles) -> Callable[[Canv
     names = implementations([row for one in problems for row in one.row_of.values()])
     panels = by_weight(problems)
     tints = tints_of(problems)
-    shares = [row["roof_share"] for one in problems for row in one.row_of.values() if "us" in row]
+    rows = [row for one in problems for row in one.row_of.values()]
+    shares = [row["roof_share"] for row in rows if "roof_share" in row]
     highest = 1.06 * max([1.0, *shares])
 
     def paint(canvas: Canvas, top: float) -> float:

@@ -96,7 +96,8 @@ class _Section:
 
     def bandwidth(self, top: float) -> float:
         rates = [row["tb_per_s"] for one in self.problems for row in _timed(one)]
-        highest = max([*rates, *map(_roof, self.problems)])
+        roofs = [roof for one in self.problems if (roof := _roof(one)) is not None]
+        highest = max([*rates, *roofs])
         how = (
             "higher is better; tinted: a peer is faster by more than 3%; beneath: best peer / ours"
         )
@@ -194,9 +195,14 @@ class _Section:
         places = middles(edges)
         losses(self.canvas, problems, edges, area)
         grid(self.canvas, area, scale, scale.ticks()[1:])
-        roofs = [(x, scale(_roof(one))) for x, one in zip(places, problems, strict=True)]
-        ends = [(area.left, roofs[0][1]), *roofs, (area.right, roofs[-1][1])]
-        self.canvas.path(ends, "roof")
+        roofs = [
+            (x, scale(roof))
+            for x, one in zip(places, problems, strict=True)
+            if (roof := _roof(one)) is not None
+        ]
+        if roofs:
+            ends = [(area.left, roofs[0][1]), *roofs, (area.right, roofs[-1][1])]
+            self.canvas.path(ends, "roof")
 
         def points(name: str) -> list[Point | None]:
             rows = [one.row_of.get(name, {}) for one in problems]
@@ -300,9 +306,10 @@ def _bytes(one: Problem) -> int:
     return max((int(row.get("bytes", 0)) for row in one.row_of.values()), default=0)
 
 
-def _roof(one: Problem) -> float:
+def _roof(one: Problem) -> float | None:
+    """TB/s of the copy, if there was memory for one."""
     row = _timed(one)[0]
-    return row["bytes"] / row["roof_us"] / 1e6
+    return row["bytes"] / row["roof_us"] / 1e6 if "roof_us" in row else None
 
 
 def _size(one: Problem) -> tuple[int, int, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from rich.console import JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
@@ -123,7 +124,8 @@ def _table(title: str, columns: Sequence[str]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
     words = {"problem", "of", "op", "measure", "verdict", "what runs", "peer", "version"}
     for name in columns:
-        table.add_column(name, justify="left" if name in words else "right")
+        side: JustifyMethod = "left" if name in words else "right"
+        table.add_column(name, justify=side, overflow="fold")
     return table
 
 
