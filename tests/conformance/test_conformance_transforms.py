@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 
 import gristmill
 from gristmill import nvfp4
+from gristmill.errors import VariantUnavailable
 
 
 @pytest.fixture(autouse=True)
@@ -56,3 +57,70 @@ def test_compiled_autograd_takes_a_forward_that_ran_eagerly(name: str) -> None:
             (torch.compile(step, backend="eager") if compiled else step)(own)
         grads.append(own.grad)
     torch.testing.assert_close(*grads)
+
+
+def functions() -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """Of a ``(4, 64)`` x each, by ops that differ in how they are called."""
+    w4, dense, gain = weight(), torch.randn(32, 64), torch.randn(64)
+    target = torch.tensor([3, 1, -100, 63])
+    return {
+        "rms_norm": lambda x: gristmill.rms_norm(x, gain),
+        "add_layer_norm": lambda x: gristmill.add_layer_norm(x, x.flip(0), gain)[0],
+        "softmax": lambda x: gristmill.softmax(x, 0, scale=0.5),
+        "linear": lambda x: gristmill.linear(x, dense, activation="silu"),
+        "cross_entropy": lambda x: gristmill.cross_entropy(x, target, one_pass=True),
+        "nvfp4": lambda x: nvfp4.linear(x, w4),
+    }
+
+
+over_functions = pytest.mark.parametrize("name", list(functions()))
+
+
+@over_functions
+def test_transforms_in_compiled_code_differentiate_as_in_eager_mode(name: str) -> None:
+    function, x = functions()[name], torch.randn(4, 64)
+
+    def transforms(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        _, tangent = torch.func.jvp(function, (x,), (x.sin(),))
+        return tangent, torch.func.grad(lambda x: function(x).square().sum())(x)
+
+    compiled = torch.compile(transforms, fullgraph=True, backend="eager")
+    tangent, gradient = transforms(x)
+    assert tangent.count_nonzero()
+    torch.testing.assert_close(compiled(x), (tangent, gradient), rtol=1e-4, atol=1e-5)
+
+
+def test_compiled_code_refuses_to_differentiate_what_must_be_batch_invariant() -> None:
+    compiled = torch.compile(
+        torch.func.grad(lambda x: gristmill.softmax(x).square().sum()), backend="eager"
+    )
+    with gristmill.batch_invariant(), pytest.raises(Exception, match="batch-invariant") as caught:
+        compiled(torch.randn(4, 64))
+    assert isinstance(caught.value, VariantUnavailable) or "VariantUnavailable" in str(caught.value)
+
+
+@over_functions
+def test_gradients_come_in_batches(name: str) -> None:
+    if name == "cross_entropy":  # its gradient is made once, and gone
+        function: Any = lambda x: gristmill.cross_entropy(x, torch.arange(4))  # noqa: E731
+    else:
+        function = functions()[name]
+    x = torch.randn(4, 64, requires_grad=True)
+    y = function(x.view(2, 2, 64)) if name == "linear" else function(x)
+    several = torch.randn(3, *y.shape)
+    (batched,) = torch.autograd.grad(y, x, several, is_grads_batched=True, retain_graph=True)
+    each = [torch.autograd.grad(y, x, one, retain_graph=True)[0] for one in several]
+    torch.testing.assert_close(batched, torch.stack(each), rtol=1e-5, atol=1e-6)
+
+
+def test_anomaly_detection_names_the_op() -> None:
+    x = torch.randn(4, 64, requires_grad=True)
+    y = gristmill.softmax(x * torch.nan)
+    assert y.grad_fn is not None
+    assert y.grad_fn.name() == "gristmill_softmaxBackward"
+    with (
+        pytest.warns(UserWarning, match="Anomaly"),
+        torch.autograd.detect_anomaly(),
+        pytest.raises(RuntimeError, match="gristmill_softmaxBackward"),
+    ):
+        y.sum().backward()

@@ -7,6 +7,7 @@ and every tensor is exactly what it seems.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch.nn import Parameter
 from gristmill.errors import ArgumentError
 
 PLAIN = (torch.Tensor, Parameter)
+
+TransformType = torch._C._functorch.TransformType
 
 _function_modes = torch._C._len_torch_function_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -53,6 +56,22 @@ def is_transformed() -> bool:
     mode drops the tangent without a word. The references are made of ops that know them all.
     """
     return _transform() is not None or forward_ad._current_level >= 0
+
+
+def constant_in_trace(function: Callable[[], bool]) -> Callable[[], bool]:
+    """`torch.compiler.assume_constant_result`, which would import Dynamo, and that DTensor."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant_in_trace
+def is_differentiated_in_trace() -> bool:
+    """`is_transformed` for what Dynamo traces, which guards its graphs by the transforms in force.
+
+    Under vmap alone it can stay one op, which torch calls for each of the batch.
+    """
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key() in (TransformType.Grad, TransformType.Jvp) for level in levels)
 
 
 def refuse_tangents(op: str, args: tuple[Any, ...]) -> None:

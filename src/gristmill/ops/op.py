@@ -21,6 +21,8 @@ from gristmill.errors import ArgumentError, DoubleBackwardError, VariantUnavaila
 from gristmill.log import warn_once
 from gristmill.ops.direct import (
     PLAIN,
+    constant_in_trace,
+    is_differentiated_in_trace,
     is_direct,
     is_quiet,
     is_transformed,
@@ -41,6 +43,9 @@ LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
 # Plans are small, but a growing sequence length makes one per length: forget them all at times.
 PLANS_KEPT = 4096
+
+# Gradients of `is_grads_batched=True`: plain tensors to all who ask but this.
+_is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 
 # Part of every plan key: what is asked of torch.use_deterministic_algorithms.
 are_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
@@ -149,14 +154,19 @@ class Op:
         target: Device | None = None,
     ) -> Arguments:
         """`example` with other values for the arguments named in `options`."""
-        names = [argument.name for argument in self.overload._schema.arguments]
+        kinds = {one.name: str(one.type) for one in self.overload._schema.arguments}
+        names = list(kinds)
         for name in options:
             if name not in names:
                 raise ArgumentError(
                     f"{self.name} has no argument {name!r}; there are: {', '.join(names)}"
                 )
         example = self.example_for(target, shape, dtype, device)
-        given = {name: self._coded(name, value) for name, value in options.items()}
+        given = {
+            # A word that a shell gave, where it cannot mean None.
+            name: "none" if value is None and kinds[name] == "str" else self._coded(name, value)
+            for name, value in options.items()
+        }
         return tuple(given.get(name, it) for name, it in zip(names, example, strict=True))
 
     def example_for(
@@ -230,7 +240,7 @@ class Op:
     def dispatch(self, *args: Any) -> Any:
         """Run as the torch op, or where that cannot be, as the reference."""
         if torch.compiler.is_compiling():
-            return self.overload(*args)
+            return self.traced(*args)
         if is_transformed():
             self.check(*args)
             return self._transformed(args)
@@ -240,9 +250,16 @@ class Op:
             self.check(*args)  # what the schema refuses, in our words
             raise
 
+    def traced(self, *args: Any) -> Any:
+        """One node of a compiler's graph; where torch.func differentiates, the reference."""
+        if not is_differentiated_in_trace():
+            return self.overload(*args)
+        self.check(*args)
+        return self._transformed(args)
+
     def _transformed(self, args: Arguments) -> Any:
         """The reference, which transforms can look into, under autocast as the op would run."""
-        if is_batch_invariant():
+        if _asked_to_be_invariant():
             raise VariantUnavailable(
                 f"{self.name}: under a torch.func transform all rows are computed at once by plain "
                 f"PyTorch, which is not batch-invariant as asked for; call it outside of one"
@@ -262,6 +279,8 @@ class Op:
             plan = self._plans.get(key)
         except (AttributeError, RuntimeError, TypeError):
             self.check(*args)  # not a tensor, no dense one, or not hashable: says which argument
+            if any(isinstance(arg, torch.Tensor) and _is_batched(arg) for arg in args):
+                return self.overload(*args)  # torch calls it with one gradient after the other
             raise
         try:
             if plan is None:
@@ -344,6 +363,12 @@ class Op:
         return args + self.defaults[len(self.defaults) - missing :] if missing else args
 
 
+@constant_in_trace
+def _asked_to_be_invariant() -> bool:
+    """As it is when a compiler traces this: it cannot read a context variable, nor guard by it."""
+    return is_batch_invariant()
+
+
 def teach_dtensor() -> None:
     """Give DTensor the rules by which our ops are sharded, once there is a DTensor to see them.
 
@@ -424,7 +449,10 @@ def _function(name: str, run: Plan, gradient: Gradient) -> Any:
         def _compiled_autograd_key(ctx: Any) -> tuple[int, ...]:
             return (ctx._autograd_function_id,)  # as torch.autograd.Function has it
 
+    # The name of the second is what `grad_fn` shows and what anomaly detection finds fault with.
     Function.__name__ = Function.__qualname__ = f"gristmill_{name}"
+    node = Function._backward_cls
+    node.__name__ = node.__qualname__ = f"gristmill_{name}Backward"
     return Function
 
 

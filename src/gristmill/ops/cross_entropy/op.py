@@ -12,7 +12,7 @@ from gristmill.ops.cross_entropy import by_row, one_pass, problem, reference, se
 from gristmill.ops.cross_entropy.cuda import FORWARD_VARIANTS
 from gristmill.ops.cross_entropy.cuda_backward import BACKWARD_VARIANTS, SCALE_VARIANTS
 from gristmill.ops.cross_entropy.cuda_one_pass import ONE_PASS_VARIANTS
-from gristmill.ops.direct import is_transformed, needs_grad
+from gristmill.ops.direct import is_differentiated_in_trace, is_transformed, needs_grad
 from gristmill.ops.later import Later
 from gristmill.ops.op import Gradient, Op, no_second_gradient
 from gristmill.ops.plain import Reference
@@ -104,7 +104,7 @@ def cross_entropy(
             CROSS_ENTROPY.check(*args)
             loss, lse, _ = reference.cross_entropy(*args)
         else:
-            loss, lse, _ = CROSS_ENTROPY.overload(*args)
+            loss, lse, _ = CROSS_ENTROPY.traced(*args)
     else:
         loss, lse, _ = CROSS_ENTROPY.call((logits, target, weight), args)
     return (loss, lse) if return_lse else loss
@@ -135,7 +135,8 @@ def _one_pass(
             "cross_entropy: inplace works in plain eager mode alone, and something is tracing, "
             "transforming or watching this call; use inplace=False"
         )
-    transformed = not torch.compiler.is_compiling() and is_transformed()
+    compiling = torch.compiler.is_compiling()
+    transformed = is_differentiated_in_trace() if compiling else is_transformed()
     if transformed or not needs_grad(logits, weight):
         loss, lse, _ = CROSS_ENTROPY.dispatch(*args)
         return loss, lse

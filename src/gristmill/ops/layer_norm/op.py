@@ -102,7 +102,7 @@ def layer_norm(
         if "layer_norm" in inline.NAMES:
             LAYER_NORM.check(*args)
             return reference.layer_norm(*args)
-        result: torch.Tensor = LAYER_NORM.overload(*args)
+        result: torch.Tensor = LAYER_NORM.traced(*args)
     else:
         result = LAYER_NORM.call((x, weight, bias), args)
     return result
@@ -172,7 +172,7 @@ def add_layer_norm(
         if "add_layer_norm" in inline.NAMES:
             ADD_LAYER_NORM.check(*args)
             return reference.add_layer_norm(*args)
-        result: tuple[torch.Tensor, torch.Tensor] = ADD_LAYER_NORM.overload(*args)
+        result: tuple[torch.Tensor, torch.Tensor] = ADD_LAYER_NORM.traced(*args)
     else:
         result = ADD_LAYER_NORM.call((x, residual, weight, bias), args)
     return result

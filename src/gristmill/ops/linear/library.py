@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -86,7 +87,8 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
     """x as a matrix of rows: a view, where there is one."""
     if x.dim() == 2:
         return x
-    return x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
+    # Not x.flatten(0, -2): a gradient of several (`is_grads_batched`) can only be reshaped.
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def composed(

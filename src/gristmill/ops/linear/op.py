@@ -58,9 +58,9 @@ def linear(
             LINEAR.check(*args)
             return composed(*args)
         if activation in semantics.NEED_PRE and _trained(x, weight, bias):
-            result: torch.Tensor = LINEAR_WITH_PRE.overload(*args)[0]
+            result: torch.Tensor = LINEAR_WITH_PRE.traced(*args)[0]
             return result
-        result = LINEAR.overload(*args)
+        result = LINEAR.traced(*args)
     elif activation is not None and activation in semantics.NEED_PRE and _trained(x, weight, bias):
         result = LINEAR_WITH_PRE.call((x, weight, bias), args)[0]
     else:
@@ -88,7 +88,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         if "matmul" in inline.NAMES:
             MATMUL.check(*args)
             return torch.matmul(a, b)
-        result: torch.Tensor = MATMUL.overload(*args)
+        result: torch.Tensor = MATMUL.traced(*args)
     else:
         result = MATMUL.call(args, args)
     return result

@@ -86,7 +86,7 @@ def linear_cross_entropy(
         if any_dtensor(*args[:5]):
             loss: torch.Tensor = LINEAR_CROSS_ENTROPY.dispatch(*args)[0]
         else:
-            loss = LINEAR_CROSS_ENTROPY.overload(*args)[0]
+            loss = LINEAR_CROSS_ENTROPY.traced(*args)[0]
     else:
         loss = LINEAR_CROSS_ENTROPY.call(args[:5], args)[0]
     return loss

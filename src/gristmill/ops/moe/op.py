@@ -90,7 +90,7 @@ def moe(
     routing, weights = (hidden_states, topk_weights, topk_ids), (w13, w2, w13_bias, w2_bias)
     args = (*routing, *weights, activation, limit, expert_map, alpha)
     if torch.compiler.is_compiling():
-        result: torch.Tensor = MOE.overload(*args)
+        result: torch.Tensor = MOE.traced(*args)
     else:
         result = MOE.call((*routing, *weights, expert_map), args)
     return result

@@ -86,7 +86,7 @@ def linear_of(
     """
     args = (x, codes, scales, row_scale, bias, layout, out_dtype, act)
     if torch.compiler.is_compiling():
-        result: torch.Tensor = NVFP4_LINEAR.overload(*args)
+        result: torch.Tensor = NVFP4_LINEAR.traced(*args)
     else:
         result = NVFP4_LINEAR.call((x, codes, scales, row_scale, bias), args)
     return result

@@ -138,7 +138,7 @@ def moe_of(
     biases = (w13_bias, w2_bias)
     args = (*routing, *w13, *w2, *biases, activation, limit, expert_map, layout, alpha)
     if torch.compiler.is_compiling():
-        result: torch.Tensor = NVFP4_MOE.overload(*args)
+        result: torch.Tensor = NVFP4_MOE.traced(*args)
     else:
         result = NVFP4_MOE.call((*routing, *w13, *w2, *biases, expert_map), args)
     return result

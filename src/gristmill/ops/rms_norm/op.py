@@ -106,7 +106,7 @@ def rms_norm(
         if "rms_norm" in inline.NAMES:
             RMS_NORM.check(*args)
             return reference.rms_norm(*args)
-        result: torch.Tensor = RMS_NORM.overload(*args)
+        result: torch.Tensor = RMS_NORM.traced(*args)
     else:
         result = RMS_NORM.call((x, weight), args)
     return result
@@ -175,7 +175,7 @@ def add_rms_norm(
         if "add_rms_norm" in inline.NAMES:
             ADD_RMS_NORM.check(*args)
             return reference.add_rms_norm(*args)
-        result: tuple[torch.Tensor, torch.Tensor] = ADD_RMS_NORM.overload(*args)
+        result: tuple[torch.Tensor, torch.Tensor] = ADD_RMS_NORM.traced(*args)
     else:
         result = ADD_RMS_NORM.call((x, residual, weight), args)
     return result
@@ -209,7 +209,7 @@ def fused_add_rms_norm_(
             "torch.no_grad(), or use add_rms_norm"
         )
     if torch.compiler.is_compiling():
-        FUSED_ADD_RMS_NORM_.overload(x, residual, weight, eps)
+        FUSED_ADD_RMS_NORM_.traced(x, residual, weight, eps)
     elif x is residual:
         raise ArgumentError(
             "fused_add_rms_norm_: x and residual are overwritten, each with its own result, and "

@@ -67,7 +67,7 @@ def softmax(
         if "softmax" in inline.NAMES:
             SOFTMAX.check(*args)
             return reference.softmax(*args)
-        result: torch.Tensor = SOFTMAX.overload(*args)
+        result: torch.Tensor = SOFTMAX.traced(*args)
     else:
         result = SOFTMAX.call((x, mask), args)
     return result
@@ -102,7 +102,7 @@ def log_softmax(
         if "log_softmax" in inline.NAMES:
             LOG_SOFTMAX.check(*args)
             return reference.log_softmax(*args)
-        result: torch.Tensor = LOG_SOFTMAX.overload(*args)
+        result: torch.Tensor = LOG_SOFTMAX.traced(*args)
     else:
         result = LOG_SOFTMAX.call((x, mask), args)
     return result

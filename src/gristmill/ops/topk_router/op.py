@@ -73,7 +73,7 @@ def topk_router(
     options = (scoring, renormalize, bias, groups, topk_groups, scale, ids)
     result: tuple[torch.Tensor, torch.Tensor]
     if torch.compiler.is_compiling():
-        result = TOPK_ROUTER.overload(logits, topk, *options)
+        result = TOPK_ROUTER.traced(logits, topk, *options)
     else:
         result = TOPK_ROUTER.call((logits, bias), (logits, topk, *options))
     return result
