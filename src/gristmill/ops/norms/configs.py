@@ -105,12 +105,13 @@ def _lanes(details: Details, items: int) -> tuple[int, int]:
     """Lanes for a row, `items` vectors in each if 32 of them suffice, and vectors in each."""
     vectors = details.layout.vectors
     lanes = min(32, power_of_two(-(-vectors // items)))
-    return lanes, _few_sizes(-(-vectors // lanes))
+    each = max(1, -(-vectors // lanes))
+    return lanes, each if whole_vectors(details) else _few_sizes(each)
 
 
 def _few_sizes(items: int) -> int:
-    """Beyond eight the next even number, which makes for half as many kernels."""
-    return items + items % 2 if items > 8 else max(1, items)
+    """Of short vectors beyond four the next even number: half as many kernels."""
+    return items + items % 2 if items > 4 else max(1, items)
 
 
 def block_forward(problem: Problem, details: Details) -> RowConfig:
