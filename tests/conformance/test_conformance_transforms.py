@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import gristmill
 from gristmill import nvfp4
@@ -88,6 +89,20 @@ def test_transforms_in_compiled_code_differentiate_as_in_eager_mode(name: str) -
     tangent, gradient = transforms(x)
     assert tangent.count_nonzero()
     torch.testing.assert_close(compiled(x), (tangent, gradient), rtol=1e-4, atol=1e-5)
+
+
+@over_functions
+def test_what_is_compiled_for_dual_numbers_passes_tangents_on(name: str) -> None:
+    function, x = functions()[name], torch.randn(4, 64)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, x.sin())
+        found, expected = (
+            forward_ad.unpack_dual(one(dual)).tangent for one in (compiled, function)
+        )
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert found is not None
+    assert found.count_nonzero()
 
 
 def test_compiled_code_refuses_to_differentiate_what_must_be_batch_invariant() -> None:

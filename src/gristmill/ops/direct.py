@@ -71,7 +71,8 @@ def is_differentiated_in_trace() -> bool:
     Under vmap alone it can stay one op, which torch calls for each of the batch.
     """
     levels = torch._C._functorch.get_interpreter_stack() or ()
-    return any(level.key() in (TransformType.Grad, TransformType.Jvp) for level in levels)
+    kinds = (TransformType.Grad, TransformType.Jvp)
+    return forward_ad._current_level >= 0 or any(level.key() in kinds for level in levels)
 
 
 def refuse_tangents(op: str, args: tuple[Any, ...]) -> None:
