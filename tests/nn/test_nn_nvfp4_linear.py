@@ -194,6 +194,12 @@ def test_what_does_not_fit_is_not_loaded() -> None:
 
 
 def test_wrong_arguments() -> None:
+    with pytest.raises(DtypeError, match="NVFP4Linear: in_features must be an int, got str"):
+        NVFP4Linear("64", 8)
+    with pytest.raises(ArgumentError, match="NVFP4Linear: out_features must be at least 0, got -8"):
+        NVFP4Linear(64, -8)
+    with pytest.raises(DtypeError, match=r"NVFP4Linear: dtype must be .*got int32"):
+        NVFP4Linear(64, 8, dtype=torch.int32)
     with pytest.raises(ArgumentError, match=r"NVFP4Linear: .*multiple of 16, got 40"):
         NVFP4Linear(40, 16)
     with pytest.raises(DtypeError, match=r"from_linear: linear must be .*got Conv1d"):

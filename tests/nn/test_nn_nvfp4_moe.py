@@ -143,6 +143,8 @@ def test_wrong_arguments() -> None:
         NVFP4MoE.from_experts([], [], [])
     with pytest.raises(DtypeError, match=r"quantize: w must be a tensor .*, got list"):
         NVFP4MoE.from_experts([[1.0]], list(up), list(down))  # type: ignore[list-item]
+    with pytest.raises(DtypeError, match="NVFP4MoE: hidden_size must be an int, got float"):
+        NVFP4MoE(4, 64.0, 48)
     with pytest.raises(ArgumentError, match=r"NVFP4MoE: .*multiple of 16, got 40"):
         NVFP4MoE(4, 64, 40)
 

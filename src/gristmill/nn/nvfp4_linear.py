@@ -61,6 +61,9 @@ class NVFP4Linear(NVFP4Module):
         act: str | None = None,
     ) -> None:
         super().__init__()
+        for name, value in (("in_features", in_features), ("out_features", out_features)):
+            checks.size("NVFP4Linear", name, value)
+        checks.float_dtype("NVFP4Linear", "dtype", dtype)
         if act is not None:
             checks.one_of("NVFP4Linear", "act", act, ACTIVATIONS)
         self.in_features, self.out_features, self.act = in_features, out_features, act

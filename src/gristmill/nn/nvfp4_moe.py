@@ -11,6 +11,7 @@ import torch
 from gristmill.errors import ArgumentError
 from gristmill.formats.nvfp4 import NVFP4Tensor, quantize
 from gristmill.nn.nvfp4_module import NVFP4Module, layout_by
+from gristmill.ops import checks
 from gristmill.ops.nvfp4_moe import NVFP4_MOE, moe_of
 
 if TYPE_CHECKING:
@@ -70,6 +71,10 @@ class NVFP4MoE(NVFP4Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        sizes = {"num_experts": num_experts, "hidden_size": hidden_size}
+        for name, value in (sizes | {"intermediate_size": intermediate_size}).items():
+            checks.size("NVFP4MoE", name, value)
+        checks.float_dtype("NVFP4MoE", "dtype", dtype)
         self.num_experts, self.hidden_size = num_experts, hidden_size
         self.intermediate_size = intermediate_size
         self.activation, self.limit, self.alpha = activation, limit, alpha

@@ -77,6 +77,13 @@ def number(op: str, name: str, value: Any, *, minimum: float | None = None) -> N
         raise ArgumentError(f"{op}: {name} must be {bound}, got {value!r}")
 
 
+def size(op: str, name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise DtypeError(f"{op}: {name} must be an int, got {type(value).__name__}")
+    if value < 0:
+        raise ArgumentError(f"{op}: {name} must be at least 0, got {value}")
+
+
 def boolean(op: str, name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise DtypeError(f"{op}: {name} must be True or False, got {type(value).__name__}")
