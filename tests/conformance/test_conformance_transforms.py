@@ -92,17 +92,34 @@ def test_transforms_in_compiled_code_differentiate_as_in_eager_mode(name: str) -
 
 
 @over_functions
-def test_what_is_compiled_for_dual_numbers_passes_tangents_on(name: str) -> None:
+def test_dual_numbers_have_graphs_of_their_own(name: str) -> None:
     function, x = functions()[name], torch.randn(4, 64)
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(x, x.sin())
-        found, expected = (
-            forward_ad.unpack_dual(one(dual)).tangent for one in (compiled, function)
-        )
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    assert found is not None
-    assert found.count_nonzero()
+    graphs: list[set[str]] = []
+
+    def keep(graph: torch.fx.GraphModule, _: object) -> object:
+        graphs.append({str(node.target) for node in graph.graph.nodes})
+        return graph
+
+    def call_dual() -> None:
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, x.sin())
+            found, expected = (
+                forward_ad.unpack_dual(one(dual)).tangent for one in (compiled, function)
+            )
+        assert found is not None
+        assert found.count_nonzero()
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+    def call_plain() -> None:
+        torch.testing.assert_close(compiled(x), function(x), rtol=1e-4, atol=1e-5)
+
+    for first, second in ((call_dual, call_plain), (call_plain, call_dual)):
+        torch.compiler.reset()
+        compiled = torch.compile(function, fullgraph=True, backend=keep)
+        for call in (first, first, second, second):
+            call()
+    of_ops = [any(target.startswith("gristmill.") for target in graph) for graph in graphs]
+    assert of_ops == [False, True, True, False]
 
 
 def test_compiled_code_refuses_to_differentiate_what_must_be_batch_invariant() -> None:

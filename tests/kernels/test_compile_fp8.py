@@ -11,6 +11,7 @@ from test_compile_archs import (
     COLUMNS,
     FITTED,
     LONG_COLUMNS,
+    LONGEST,
     MIXES,
     MORE_MIXES,
     TARGETS,
@@ -53,7 +54,7 @@ def _all_calls(
 
 @pytest.mark.parametrize(("arch", "mixes"), FITTED)
 def test_every_launch_fits_the_device(arch: str, mixes: dict[str, Mix]) -> None:
-    columns = tuple({*COLUMNS, *LONG_COLUMNS, *(2**k + 8 for k in range(4, 18)), 262143, 524288})
+    columns = tuple({*COLUMNS, *LONG_COLUMNS, *(2**k + 8 for k in range(4, 18)), *LONGEST})
     misfits = sorted(
         {
             f"{launch}: {reason}"

@@ -64,15 +64,19 @@ def constant_in_trace(function: Callable[[], bool]) -> Callable[[], bool]:
     return function
 
 
-@constant_in_trace
 def is_differentiated_in_trace() -> bool:
-    """`is_transformed` for what Dynamo traces, which guards its graphs by the transforms in force.
+    """`is_transformed` for what Dynamo traces, which guards its graphs by what this reads.
 
     Under vmap alone it can stay one op, which torch calls for each of the batch.
     """
+    return forward_ad._current_level >= 0 or _func_differentiates()
+
+
+@constant_in_trace
+def _func_differentiates() -> bool:
+    """Whether torch.func does: its transforms in force are guarded by Dynamo itself."""
     levels = torch._C._functorch.get_interpreter_stack() or ()
-    kinds = (TransformType.Grad, TransformType.Jvp)
-    return forward_ad._current_level >= 0 or any(level.key() in kinds for level in levels)
+    return any(level.key() in (TransformType.Grad, TransformType.Jvp) for level in levels)
 
 
 def refuse_tangents(op: str, args: tuple[Any, ...]) -> None:

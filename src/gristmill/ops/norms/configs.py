@@ -160,7 +160,7 @@ def _short_vectors(details: Details) -> RowConfig:
     with eight; 16 are not timed.
     """
     vectors = details.layout.vectors
-    threads = warps(-(-vectors // (_LANE_WORDS // _words(details))))
+    threads = min(MAX_THREADS, warps(-(-vectors // (_LANE_WORDS // _words(details)))))
     return RowConfig(threads, _few_sizes(-(-vectors // threads)))
 
 
