@@ -63,14 +63,29 @@ def test_what_cannot_be_written_is_said_first(
 ) -> None:
     os.mkfifo(tmp_path / "pipe")  # as a device, it would be replaced by a file
     (tmp_path / "file").touch()
-    wrong = ["pipe", "", "file/sub"] if is_file else ["file", "file/sub"]
+    (tmp_path / "loop").symlink_to("loop")
+    wrong = ["", "file/sub", "loop", "loop/sub"] if is_file else ["file", "file/sub", "loop"]
+    wrong += ["pipe"] if option == "json" else []
     for name in wrong:
         result = run(f"bench --op softmax {SMALL} --{option} {tmp_path / name}")
         assert result.exit_code == 2, result.output
         assert "cannot write" in result.stderr
         assert not result.stdout
     assert (tmp_path / "pipe").is_fifo()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "pipe"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "loop", "pipe"]
+    assert run(f"bench --op softmax {SMALL} --json /dev/stdout").exit_code == 2
+
+
+def test_links_are_followed_to_what_is_not_there_yet(run: Run, tmp_path: Path) -> None:
+    words = ["bench", "--op", "softmax", *SMALL.split()]
+    for option in ("json", "markdown", "plots"):
+        (tmp_path / option).symlink_to(tmp_path / "new" / option)
+        words += [f"--{option}", str(tmp_path / option)]
+    assert run(" ".join(words)).exit_code == 0
+    assert load(tmp_path / "new" / "json").rows
+    assert (tmp_path / "new" / "markdown").read_text()
+    assert list((tmp_path / "new" / "plots").iterdir())
+    assert run(f"bench --read {tmp_path / 'json'} --markdown /dev/null").exit_code == 0
 
 
 def test_a_disk_that_is_full_keeps_the_rows_before(
@@ -104,8 +119,10 @@ def test_a_mistake_in_the_environment_is_said_first(
     assert not result.stdout
 
 
-def test_help_is_whole(run: Run) -> None:
+def test_help_is_whole(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A word that is too long for its column would be cut."""
+    for name in ("COLUMNS", "TERMINAL_WIDTH"):
+        monkeypatch.setenv(name, "80")
     for line in ("bench -h", "explain -h", "tune -h", "warmup -h"):
         assert "…" not in run(line).stdout, line
 

@@ -53,8 +53,10 @@ def _check_outputs(options: Options) -> None:
     """What cannot be written is said before hours of measuring."""
     for folder in filter(None, (options.report, options.plots)):
         check_folder(folder)
-    for file in filter(None, (options.json, options.markdown)):
-        check_file(file)
+    if options.json is not None:
+        check_file(options.json)
+    if options.markdown is not None:
+        check_file(options.markdown, replaced=False)
 
 
 def _is_ours(row: Row) -> bool:
@@ -232,17 +234,19 @@ def _compile(programs: Sequence[Compilable], device: torch.device, out: Console,
 def _write(results: Results, options: Options, out: Console) -> None:
     written = [] if results.path is None else [str(results.path)]
     if options.markdown is not None:
-        options.markdown.parent.mkdir(parents=True, exist_ok=True)
-        options.markdown.write_text(markdown(results), encoding="utf-8")
+        file = options.markdown.resolve()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(markdown(results), encoding="utf-8")
         written.append(str(options.markdown))
     if options.plots is not None:
         from gristmill.bench.charts import write_charts
 
-        drawn = write_charts(results, options.plots)
+        drawn = write_charts(results, options.plots.resolve())
         written.append(f"{len(drawn)} plots in {options.plots}")
     if options.report is not None:
         from gristmill.bench.page import write_page
 
-        written.append(str(write_page(results, options.report)))
+        page = write_page(results, options.report.resolve())
+        written.append(str(options.report / page.name))
     if written:
         out.print("written: " + ", ".join(written), soft_wrap=True)

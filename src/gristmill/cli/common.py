@@ -114,23 +114,34 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def check_file(path: Path) -> None:
+def check_file(path: Path, *, replaced: bool = True) -> None:
     """ArgumentError if no file can be written there: said before the work, not after it.
 
-    A device or a pipe would be replaced by a file.
+    `replaced`: it is written anew and put in its place, which a device or a pipe would not outlive.
     """
-    if path.exists() and not path.is_file():
+    real = _followed(path)
+    device = path.absolute().is_relative_to("/dev") or (real.exists() and not real.is_file())
+    if real.is_dir() or (replaced and device):
         raise ArgumentError(f"cannot write {path}: that is no plain file; name another")
-    check_folder(path.absolute().parent)
+    if replaced or not real.exists():
+        check_folder(real.parent)
 
 
 def check_folder(path: Path) -> None:
     """ArgumentError if this folder neither takes files nor can be made."""
-    there = next(one for one in (path, *path.absolute().parents) if one.exists())
+    real = _followed(path)
+    there = next(one for one in (real, *real.parents) if one.exists())
     if not there.is_dir():
         raise ArgumentError(f"cannot write into {path}: {there} is no folder; name another")
     if not os.access(there, os.W_OK | os.X_OK):
         raise ArgumentError(f"cannot write into {path}: {there} is read-only; name another")
+
+
+def _followed(path: Path) -> Path:
+    real = Path(os.path.realpath(path))
+    if any(one.is_symlink() for one in (real, *real.parents)):
+        raise ArgumentError(f"cannot write {path}: a link in it leads to itself; name another")
+    return real
 
 
 def reported(function: Callable[P, R]) -> Callable[P, R]:
