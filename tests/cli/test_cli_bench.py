@@ -11,24 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import gristmill
 from gristmill.bench.results import load
 from gristmill.bench.runner import Runner
 from gristmill.bench.suites import KERNEL_SUITES, SUITES
-from gristmill.cli.app import app
 
 # What typer's runner returns has no public name.
 Result = Any
 Run = Callable[[str], Result]
 SMALL = "--shape 8x64 --peers none --samples 1 --device cpu"
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    return lambda line: CliRunner().invoke(app, line.split())
 
 
 def test_bench_writes_rows_tables_and_plots(run: Run, tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from gristmill.errors import ArgumentError
+from gristmill.jit.folder import write_whole
 
 Row = dict[str, Any]
 OURS = "gristmill"
@@ -73,13 +73,7 @@ class Results:
         rows = ",\n  ".join(json.dumps(row) for row in self.rows)
         meta = json.dumps(self.meta, indent=1).replace("\n", "\n ")
         text = f'{{\n "meta": {meta},\n "rows": [\n  {rows}\n ]\n}}\n'
-        partial = path.with_name(path.name + ".partial")
-        try:
-            partial.write_text(text, encoding="utf-8")
-            os.replace(partial, path)
-        except OSError:  # a full disk
-            partial.unlink(missing_ok=True)
-            raise
+        write_whole(path, text.encode(), mode=0o644)
 
     def kernels(self) -> list[Row]:
         """The rows of kernel time, also those of what could not be timed."""

@@ -25,9 +25,10 @@ from gristmill.bench.report import markdown, print_results
 from gristmill.bench.results import Results, Row, is_ours
 from gristmill.bench.suites import Task
 from gristmill.cli.bench_plan import Options, Plan, plan_of
-from gristmill.cli.common import FAILURE, check_file, check_folder, console, counted
+from gristmill.cli.common import FAILURE, check_file, check_folder, console
 from gristmill.jit.compilers import Compilable
 from gristmill.jit.parallel import compile_all
+from gristmill.names import counted
 from gristmill.select.device import device_of
 
 # What a shell says of a process that SIGTERM has ended.

@@ -9,7 +9,7 @@ from pathlib import Path
 import typer
 from rich.table import Table
 
-from gristmill.cli.common import check_file, console, counted, write_json
+from gristmill.cli.common import check_file, console, write_json
 from gristmill.errors import ArgumentError, BundleError, GristmillError
 from gristmill.jit import bundle, cache, entry
 from gristmill.jit.bundle import KERNELS, TABLES, Bundle
@@ -22,6 +22,7 @@ from gristmill.jit.folder import (
     write_whole,
 )
 from gristmill.jit.layers import damaged_in, open_layer
+from gristmill.names import counted
 from gristmill.settings import settings
 
 

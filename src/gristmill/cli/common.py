@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import typer
 
 from gristmill.errors import ArgumentError, DtypeError, GristmillError, UnknownVariant
+from gristmill.names import counted
 
 if TYPE_CHECKING:
     import torch
@@ -107,11 +108,6 @@ def torch_device(name: str | None) -> torch.device:
             f"there is no device {name!r}: torch sees {sees}; write cpu for the CPU"
         )
     return device
-
-
-def counted(number: int, noun: str) -> str:
-    """1 program, 2 programs."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def check_file(path: Path, *, replaced: bool = True) -> None:

@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from gristmill.cli.common import counted
 from gristmill.errors import BundleError
 from gristmill.jit import cache
 from gristmill.jit.bundle import damages
 from gristmill.jit.layers import damaged_in, open_layer
+from gristmill.names import counted
 from gristmill.settings import settings
 
 Report = dict[str, Any]

@@ -9,7 +9,8 @@ from pathlib import Path
 from rich.markup import escape
 from rich.table import Table as Grid
 
-from gristmill.cli.common import console, counted, torch_device, write_json
+from gristmill.cli.common import console, torch_device, write_json
+from gristmill.names import counted
 from gristmill.ops.registry import known_op
 from gristmill.select.device import KNOWN, Device, device_of
 from gristmill.select.table import Table

@@ -15,7 +15,6 @@ from gristmill.bench.progress import progress
 from gristmill.cli.common import (
     FAILURE,
     console,
-    counted,
     parse_options,
     parse_shape,
     torch_device,
@@ -24,6 +23,7 @@ from gristmill.cli.common import (
 )
 from gristmill.errors import ArgumentError
 from gristmill.jit.parallel import Compiled
+from gristmill.names import counted
 from gristmill.ops.registry import OPS, known_op
 from gristmill.select.device import Device, device_of
 from gristmill.select.record import read_recording

@@ -24,13 +24,13 @@ from gristmill.cli.common import (
     FAILURE,
     check_file,
     console,
-    counted,
     parse_shape,
     torch_dtype,
     write_json,
 )
 from gristmill.errors import ArgumentError
 from gristmill.jit.compilers import to_text
+from gristmill.names import counted
 from gristmill.select.device import Device
 from gristmill.warmup import DTYPES, Report, Wanted, Warmed, jobs_of, targets_of
 from gristmill.warmup import run as warm_up

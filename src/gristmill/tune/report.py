@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gristmill.names import counted
 from gristmill.select.tuning import Outcome
 
 
@@ -70,9 +71,8 @@ def speedup(outcomes: Sequence[Outcome]) -> float:
 
 def summary(outcomes: Sequence[Outcome]) -> str:
     changed = sum(map(is_changed, outcomes))
-    problems = f"{len(outcomes)} problem" + ("s" if len(outcomes) != 1 else "")
     return (
-        f"{problems} tuned, {changed} with another choice than before; "
+        f"{counted(len(outcomes), 'problem')} tuned, {changed} with another choice than before; "
         f"{speedup(outcomes):.3f} times as fast (geometric mean)"
     )
 

@@ -60,8 +60,7 @@ def longest_forward(scope: str, problem: Problem, details: Details) -> int:
 
 def _words(details: Details) -> int:
     """Registers that a vector of the widest tensor takes."""
-    widest = max(view.dtype.itemsize for view in details.layout.views if view is not None)
-    return max(1, details.layout.vector * widest // 4)
+    return max(1, details.vector_bytes // 4)
 
 
 def longest_backward(scope: str, problem: Problem, details: Details) -> int:

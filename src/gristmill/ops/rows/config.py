@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gristmill.ops.rows.layout import narrowest
 from gristmill.ops.rows.problem import RowDetails
 from gristmill.select.problem import Problem
 
@@ -38,14 +37,12 @@ class RowConfig:
 
 def whole_vectors(details: RowDetails) -> bool:
     """Whether a vector is 16 bytes of the narrowest tensor: rows neither odd nor short."""
-    views = [view for view in details.layout.views if view is not None]
-    return details.layout.vector * narrowest(view.dtype for view in views) == 16
+    return details.layout.vector * details.layout.narrowest == 16
 
 
 def row_bytes(details: RowDetails) -> int:
     """Bytes of a row of the narrowest tensor."""
-    views = [view for view in details.layout.views if view is not None]
-    return details.layout.columns * narrowest(view.dtype for view in views)
+    return details.layout.columns * details.layout.narrowest
 
 
 def bulk_copies(problem: Problem, details: RowDetails) -> bool:

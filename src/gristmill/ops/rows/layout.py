@@ -59,6 +59,11 @@ class Layout:
         return self.inner_rows > 1
 
     @property
+    def narrowest(self) -> int:
+        """Bytes of the narrowest element that counts."""
+        return narrowest(view.dtype for view in self.views if view is not None)
+
+    @property
     def vectors(self) -> int:
         """Vectors in a row; the most that a ragged one can touch."""
         if self.ragged:

@@ -37,10 +37,15 @@ class RowDetails:
         return view.type if view is not None else "Absent"
 
     @property
+    def vector_bytes(self) -> int:
+        """Of a vector of the widest tensor."""
+        views = [view for view in self.layout.views if view is not None]
+        return max(view.dtype.itemsize for view in views) * self.layout.vector
+
+    @property
     def wide(self) -> bool:
         """Whether a vector of some tensor takes more than 16 bytes, hence more registers."""
-        views = [view for view in self.layout.views if view is not None]
-        return max(view.dtype.itemsize for view in views) * self.layout.vector > 16
+        return self.vector_bytes > 16
 
     def bulk(self, *indices: int) -> bool:
         """Whether the hardware can fetch rows of these tensors in bulk."""

@@ -242,22 +242,17 @@ def _vectors(problem: Problem) -> list[int]:
     steps |= {math.prod(sizes) for sizes in itertools.product(BOUNDS, _ITEMS, _CLUSTERS)}
     steps |= {part << up for part in (4, 5, 6, 7) for up in range(5, 16)}
     steps |= {1 << up for up in range(30)}
-    whole = layout.vector * _narrowest(layout) == _WIDEST
+    whole = layout.vector * layout.narrowest == _WIDEST
     if whole:  # then a share of a row may lie in shared memory, and so may two
         each = layout.vector * column_bytes(problem.layout)
         rooms = [(device.shared_per_block - kept) // each for kept in (1024, 8192, 9 * 1024)]
         steps |= {part * up for room in rooms for part in (room // 2, room) for up in _CLUSTERS}
     if not (whole or layout.ragged):  # an even number of vectors would be half as many wider ones
         steps = {step - 1 | 1 for step in steps}
-    most = replace(layout, columns=LONGEST // _narrowest(layout)).vectors
+    most = replace(layout, columns=LONGEST // layout.narrowest).vectors
     if layout.ragged:  # of which the longest touch more vectors than dense ones have
         steps.add(most)
     return sorted(step for step in steps if 0 < step <= most)
-
-
-def _narrowest(layout: Layout) -> int:
-    sizes = [view.dtype.itemsize for view in layout.views if view is not None]
-    return min(size for size in sizes if size > 1)
 
 
 def _rows(problem: Problem, vectors: int) -> list[int]:
@@ -298,5 +293,5 @@ def _fits(problem: Problem, columns: int) -> bool:
     layout: Layout = problem.layout.layout
     if layout.ragged:
         return bool(columns % layout.vector)
-    whole = layout.vector * _narrowest(layout) == _WIDEST
+    whole = layout.vector * layout.narrowest == _WIDEST
     return columns % layout.vector == 0 and (whole or columns // layout.vector % 2 == 1)
