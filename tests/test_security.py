@@ -44,7 +44,7 @@ STARTS_PROCESSES = {
     "bench/ahead/compiling.py",
 }
 # Functions written out from the names of arguments, because a loop over them would cost time.
-EVALUATES = {"ops/op.py", "multikernel/routes.py"}
+EVALUATES = {"ops/overlap.py", "ops/plan_key.py", "multikernel/routes.py"}
 
 
 def _dotted(node: ast.expr) -> str:

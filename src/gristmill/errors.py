@@ -83,8 +83,8 @@ class CheckpointError(GristmillError, ValueError):
     """A checkpoint cannot be read or written; the message names the file and the tensor."""
 
 
-class NoGradientError(GristmillError, RuntimeError):
-    """A gradient was asked of an op that has none; the message names one that has."""
+class NoGradientError(ArgumentError, RuntimeError):
+    """A gradient was asked of an op that has none; the message says what to do instead."""
 
 
 class UnknownRunner(GristmillError, RuntimeError):  # noqa: N818

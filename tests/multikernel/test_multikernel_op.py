@@ -155,15 +155,12 @@ def test_formula_holds_in_graphs_and_in_eager() -> None:
     assert len(calls) == traced
 
 
-def test_formula_needs_an_op_that_gives_something() -> None:
+def test_formula_needs_an_op() -> None:
     def backward(ctx: Any, dy: Any) -> Any:
         return dy
 
     with pytest.raises(ArgumentError, match="needs a torch op; give MultiKernel a schema"):
         MultiKernel("formless", SOFTMAX).register_autograd(backward)
-    writer = make("writer", next(case for case in CASES if case.name == "in_place"))
-    with pytest.raises(ArgumentError, match=r"writes to none of its arguments, got .*\(a!\) y"):
-        writer.register_autograd(backward)
     functional = MultiKernel("formed", SOFTMAX, schema="(Tensor x) -> Tensor", fake=like_first)
     with pytest.raises(TypeError, match="backward must be callable, got int"):
         functional.register_autograd(5)  # type: ignore[arg-type]

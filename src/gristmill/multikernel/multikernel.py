@@ -16,6 +16,7 @@ from gristmill.log import warn_once
 from gristmill.multikernel import checks, registered, sight, tuned
 from gristmill.multikernel.attempts import remember_failures, run_first
 from gristmill.multikernel.fingerprint import fingerprint
+from gristmill.multikernel.gradients import Gradient
 from gristmill.multikernel.live import enlist
 from gristmill.multikernel.problem import (
     CallProblem,
@@ -29,8 +30,14 @@ from gristmill.multikernel.problem import (
 )
 from gristmill.multikernel.routes import Route, kind_of, write_route
 from gristmill.multikernel.variant import UserKernel
-from gristmill.ops.direct import is_direct, is_transformed, needs_grad
-from gristmill.ops.op import PLANS_KEPT, are_deterministic
+from gristmill.ops.direct import (
+    is_differentiated_in_trace,
+    is_direct,
+    is_transformed,
+    needs_grad,
+)
+from gristmill.ops.op import PLANS_KEPT
+from gristmill.ops.plan_key import are_deterministic, may_be_lazy
 from gristmill.select.explain import Explanation, explain_problem
 from gristmill.select.overrides import is_batch_invariant, token, use
 from gristmill.select.problem import bucket, bucket_edges
@@ -102,7 +109,7 @@ class MultiKernel:
         # A torch op is left behind for ever, so it is made last of all that can fail.
         self.mutates = tuple(checks.checked_mutates(name, mutates, self.signature))
         self.fake = fake
-        self.gradient: registered.Gradient | None = None
+        self.gradient: Gradient | None = None
         self.op: Any = None
         if schema is not None:
             given = None if mutates is None else self.mutates
@@ -198,20 +205,30 @@ class MultiKernel:
         """Give the torch op a gradient, as ``torch.library.register_autograd``.
 
         It then holds in eager, too; without it kernels there are differentiated as they are.
+
+        An op that writes to arguments is differentiated in its functional form, which reads their
+        old values and gives its results, followed by the new values in the schema's order.
+
+        Args:
+            backward: ``backward(ctx, *gradients)`` gets a gradient for each of these results and
+                new values, and gives a gradient or None for each argument: of its old value, where
+                it is written to. Keyword-only arguments come last; if no tensor is among them, they
+                may be left out. In place of a list of tensors there is a list of gradients.
+            setup_context: ``setup_context(ctx, inputs, output)`` saves what ``backward`` needs.
+                ``inputs`` are the positional arguments, with their old values. ``output`` is what
+                the op returns; where it writes, a tuple of the results and the new values. New
+                values that need no gradient (running statistics) are kept out of the graph by
+                ``ctx.mark_non_differentiable``. Keyword-only arguments are passed as
+                ``keyword_only_inputs``, a dict.
         """
         where = f"MultiKernel {self.name!r}: register_autograd"
         if self.op is None:
             raise ArgumentError(f"{where} needs a torch op; give MultiKernel a schema and a fake")
-        if not registered.is_functional(self.op._schema):
-            raise ArgumentError(
-                f"{where}: torch takes a gradient only for an op that gives a result and writes to "
-                f"none of its arguments, got {self.op._schema}"
-            )
         given = {"backward": backward} | ({"setup_context": setup_context} if setup_context else {})
         for name, function in given.items():
             if not callable(function):
                 raise DtypeError(f"{where}: {name} must be callable, got {type(function).__name__}")
-        self.gradient = registered.Gradient(backward, setup_context)
+        self.gradient = Gradient(backward, setup_context)
 
     def forget_plans(self) -> None:
         """Make every choice anew: after settings or tables have changed."""
@@ -244,6 +261,8 @@ class MultiKernel:
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """In a graph a torch op stands for it, which chooses when it runs."""
         if self.op is not None:
+            if is_differentiated_in_trace():  # torch.func cannot look into the op
+                return next(iter(self.kernels.values()))(*args, **kwargs)
             return self.op(*args, **kwargs)
         from gristmill.multikernel.outside import call
 
@@ -260,7 +279,8 @@ class MultiKernel:
                 tensors += [item for item in value if isinstance(item, torch.Tensor)]
         if needs_grad(*tensors):
             return self.gradient is not None
-        return not is_direct(*tensors)
+        # What is lazy torch makes real on its way to an op, and writes through.
+        return not is_direct(*tensors) or any(map(may_be_lazy, tensors))
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
         """What a plan is found by: metadata, or where that does not tell all, the problem."""

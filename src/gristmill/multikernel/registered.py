@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gristmill.errors import ArgumentError, DtypeError, NoGradientError, VariantUnavailable
+from gristmill.errors import ArgumentError, DtypeError, VariantUnavailable
 from gristmill.locks import Lock
+from gristmill.multikernel.gradients import Differentiable
 from gristmill.multikernel.live import live
+from gristmill.ops import written_views
+from gristmill.ops.autograd import define_autograd, written_in
+from gristmill.ops.direct import refuse_tangents
 
 if TYPE_CHECKING:
     from gristmill.multikernel.multikernel import MultiKernel
@@ -28,14 +32,6 @@ Function = Callable[..., Any]
 _LIBRARIES: list[torch.library.Library] = []
 _DEFINED: dict[str, str] = {}
 _LOCK = Lock()
-
-
-@dataclass(frozen=True)
-class Gradient:
-    """As `torch.library.register_autograd` takes it."""
-
-    backward: Function
-    setup_context: Function | None
 
 
 def checked_schema(
@@ -68,6 +64,12 @@ def checked_schema(
             f"{where}: schema must begin with the arguments in parentheses, as the name is that "
             f"of the MultiKernel, got {schema!r}"
         )
+    if any(one.alias_info is not None for one in parsed.returns):
+        raise ArgumentError(
+            f"{where}: a result must be a tensor of its own, got schema {schema!r}: torch compiles "
+            f"no operator of a user that returns one of its arguments; leave the result out, the "
+            f"caller has the argument"
+        )
     written = written_by(parsed)
     if mutates is not None and sorted(mutates) != sorted(written):
         raise ArgumentError(
@@ -79,13 +81,7 @@ def checked_schema(
 
 
 def written_by(schema: Any) -> list[str]:
-    return [one.name for one in schema.arguments if one.alias_info and one.alias_info.is_write]
-
-
-def is_functional(schema: Any) -> bool:
-    """Whether an op gives something, and that and its arguments are nobody else's."""
-    both = [*schema.arguments, *schema.returns]
-    return bool(schema.returns) and all(one.alias_info is None for one in both)
+    return [schema.arguments[at].name for at in written_in(schema)]
 
 
 def _check_kernels(where: str, schema: Any, kernels: Mapping[str, Function]) -> None:
@@ -129,36 +125,25 @@ def _define(name: str, schema: Any) -> None:
     text = str(schema).partition("::")[2]
     library.define(text, tags=(torch.Tag.pt2_compliant_tag,))
 
+    overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+    differentiable = Differentiable(name, overload, lambda: _find(name).gradient)
+    completed = differentiable.completed
+    refuse = partial(refuse_tangents, name, namespace=NAMESPACE, instead="the MultiKernel itself")
+
     def implementation(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _completed(schema, args, kwargs)
+        args, kwargs = completed(args, kwargs)
+        refuse((*args, *kwargs.values()))
         return _find(name).run(*args, **kwargs)
 
     def fake(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _completed(schema, args, kwargs)
+        args, kwargs = completed(args, kwargs)
         function: Any = _find(name).fake
         return function(*args, **kwargs)
 
     library.impl(name, implementation, "CompositeExplicitAutograd")
+    written_views.define(library, name, overload)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
-    if not is_functional(schema):
-        return  # torch takes no gradient for it
-
-    def setup_context(ctx: Any, inputs: Any, output: Any, **keyword_only: Any) -> None:
-        ctx.gristmill_gradient = gradient = _find(name).gradient
-        if gradient is not None and gradient.setup_context is not None:
-            gradient.setup_context(ctx, inputs, output, **keyword_only)
-
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        if ctx.gristmill_gradient is None:
-            raise NoGradientError(
-                f"MultiKernel {name!r}: as a torch op it has no gradient; give one by "
-                f"register_autograd(backward, setup_context=...), or call it under torch.no_grad()"
-            )
-        return ctx.gristmill_gradient.backward(ctx, *gradients)
-
-    torch.library.register_autograd(
-        f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=library
-    )
+    define_autograd(library, overload, implementation, differentiable, refuse)
 
 
 def _find(name: str) -> MultiKernel:
@@ -169,12 +154,3 @@ def _find(name: str) -> MultiKernel:
             f"is called"
         )
     return found
-
-
-def _completed(
-    schema: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The dispatcher leaves out arguments that equal their defaults: trailing ones and keywords."""
-    positional = [one for one in schema.arguments if not one.kwarg_only]
-    named = {one.name: one.default_value for one in schema.arguments if one.kwarg_only}
-    return (*args, *(one.default_value for one in positional[len(args) :])), {**named, **kwargs}

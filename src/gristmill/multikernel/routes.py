@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from gristmill.multikernel.problem import PLAIN_VALUES
 from gristmill.ops.direct import needs_grad
-from gristmill.ops.op import are_deterministic
+from gristmill.ops.plan_key import are_deterministic
 from gristmill.select.overrides import token
 
 Route = Callable[..., Hashable]

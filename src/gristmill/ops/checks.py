@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from gristmill.errors import ArgumentError, DtypeError
+from gristmill.ops.overlap import are_overlapping, is_overlapping
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -89,15 +91,31 @@ def boolean(op: str, name: str, value: Any) -> None:
         raise DtypeError(f"{op}: {name} must be True or False, got {type(value).__name__}")
 
 
-def writable(op: str, name: str, value: torch.Tensor) -> None:
-    """A tensor whose elements each have memory of their own."""
-    if value.numel() and any(
-        stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True)
-    ):
-        raise ArgumentError(
-            f"{op}: {name} is overwritten, so its rows must not share memory; got an expanded "
-            f"tensor of strides {value.stride()}"
-        )
+def writes(op: str, written: Mapping[str, torch.Tensor], read: Mapping[str, Any]) -> None:
+    """Check that written tensors overlap neither themselves nor any other argument.
+
+    `read`: the other tensors, or None. Metadata must be right already.
+    """
+    for name, value in written.items():
+        if value._is_zerotensor():
+            raise ArgumentError(
+                f"{op}: {name} is overwritten, and is a tensor of zeros without memory; use "
+                f"{name}.clone()"
+            )
+        if is_overlapping(value):
+            kind = "an expanded tensor" if 0 in value.stride() else "a tensor that overlaps itself"
+            raise ArgumentError(
+                f"{op}: {name} is overwritten, so its elements must not share memory; got {kind} "
+                f"of shape {tuple(value.shape)} and strides {value.stride()}"
+            )
+    tensors = {**written, **{name: one for name, one in read.items() if one is not None}}
+    for name, value in written.items():
+        for other, tensor in tensors.items():
+            if other != name and are_overlapping(value, tensor):
+                got = "must be two tensors; got one as both"
+                if value is not tensor:
+                    got = "must share no memory; got tensors that overlap"
+                raise ArgumentError(f"{op}: {name} is overwritten, so {name} and {other} {got}")
 
 
 def one_of(op: str, name: str, value: Any, allowed: tuple[str, ...]) -> None:

@@ -7,7 +7,7 @@ and every tensor is exactly what it seems.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -24,12 +24,15 @@ _function_modes = torch._C._len_torch_function_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.peek_interpreter_stack
 _autocast = torch._C._is_any_autocast_enabled
-_tracing = torch._C._get_tracing_state
+_tracing = torch._C._is_tracing
+# Looked up once: the way through `torch` costs as much as the call.
+is_compiling = torch.compiler.is_compiling
+is_grad_enabled = torch.is_grad_enabled
 
 
 def is_direct(*tensors: torch.Tensor | None) -> bool:
     """Whether these arguments can be run at once, with nobody left to tell."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return False
     for tensor in tensors:
         if tensor is not None and type(tensor) not in PLAIN:
@@ -45,7 +48,7 @@ def is_quiet() -> bool:
         or _transform() is not None  # vmap, grad, jvp, functionalize
         or _autocast()
         or forward_ad._current_level >= 0  # dual tensors look like plain ones
-        or _tracing() is not None  # torch.jit.trace
+        or _tracing()  # torch.jit.trace
     )
 
 
@@ -79,21 +82,28 @@ def _func_differentiates() -> bool:
     return any(level.key() in (TransformType.Grad, TransformType.Jvp) for level in levels)
 
 
-def refuse_tangents(op: str, args: tuple[Any, ...]) -> None:
-    """For an op that was called as `torch.ops.gristmill...`, with dual tensors."""
+def refuse_tangents(
+    op: str,
+    args: Iterable[Any],
+    namespace: str = "gristmill",
+    instead: str = "the function in gristmill",
+) -> None:
+    """For an op that was called as `torch.ops...`, with dual tensors."""
     if forward_ad._current_level < 0:
         return
     for arg in args:
+        if isinstance(arg, (list, tuple)):
+            refuse_tangents(op, arg, namespace, instead)
         if isinstance(arg, torch.Tensor) and forward_ad.unpack_dual(arg).tangent is not None:
             raise ArgumentError(
-                f"{op}: an argument has a forward-mode tangent, which torch.ops.gristmill.{op} "
-                f"would lose; call the function in gristmill, which passes it on"
+                f"{op}: an argument has a forward-mode tangent, which torch.ops.{namespace}.{op} "
+                f"would lose; call {instead}, which passes it on"
             )
 
 
 def needs_grad(*tensors: torch.Tensor | None) -> bool:
     """Whether autograd must see this call."""
-    if torch.is_grad_enabled():
+    if is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
                 return True

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -19,17 +20,22 @@ from torch.autograd.function import _SingleLevelFunction
 
 from gristmill.errors import ArgumentError, DoubleBackwardError, VariantUnavailable
 from gristmill.log import warn_once
+from gristmill.ops import written_views
+from gristmill.ops.autograd import Refusal, define_autograd, written_in
 from gristmill.ops.direct import (
     PLAIN,
     constant_in_trace,
     is_differentiated_in_trace,
     is_direct,
+    is_grad_enabled,
     is_quiet,
     is_transformed,
     needs_grad,
     refuse_tangents,
 )
 from gristmill.ops.memory import MEMORY_ERRORS, is_lack, lack
+from gristmill.ops.overlap import watched
+from gristmill.ops.plan_key import are_deterministic, check_memory, is_lazy, key_function
 from gristmill.select.chooser import failure_of, ranked, resolve
 from gristmill.select.device import Device, device_of
 from gristmill.select.overrides import is_batch_invariant, register_variants, restored, token
@@ -43,12 +49,6 @@ LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
 # Plans are small, but a growing sequence length makes one per length: forget them all at times.
 PLANS_KEPT = 4096
-
-# Gradients of `is_grads_batched=True`: plain tensors to all who ask but this.
-_is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
-
-# Part of every plan key: what is asked of torch.use_deterministic_algorithms.
-are_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
 
 Plan = Callable[..., Any]
 Arguments = tuple[Any, ...]
@@ -100,6 +100,8 @@ class Op:
     variants: tuple[Variant, ...]
     defaults: Arguments
     gradient: Gradient | None = None
+    # What to use where a gradient is needed, for the error of an op that has none.
+    instead: str | None = None
     autocast: Callable[..., Arguments] | None = None
     autocast_keys: tuple[str, ...] = ("AutocastCUDA",)
     # Arguments that hold indices: what they index, as (argument, dim). Random values stay below it.
@@ -120,7 +122,8 @@ class Op:
     space: Callable[[Op, Device, torch.dtype], Iterator[Any]] | None = None
     _plans: dict[Hashable, Plan] = field(default_factory=dict, init=False, repr=False)
     _key: Callable[..., Hashable] = field(init=False, repr=False)
-    _function: Any = field(default=None, init=False, repr=False)
+    _function: Any = field(init=False, repr=False)
+    _argument_count: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         register_variants(self.name, [variant.name for variant in self.variants])
@@ -132,10 +135,13 @@ class Op:
         return getattr(getattr(torch.ops, NAMESPACE), self.name).default
 
     @property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(one.name for one in self.overload._schema.arguments)
+
+    @property
     def written(self) -> tuple[int, ...]:
         """Positions of the arguments that the op writes to."""
-        arguments = enumerate(self.overload._schema.arguments)
-        return tuple(at for at, one in arguments if one.alias_info and one.alias_info.is_write)
+        return written_in(self.overload._schema)
 
     def problem(self, *args: Any, device: Device | None = None) -> Problem:
         """What the choice of a kernel depends on; with `device` given, meta tensors will do."""
@@ -208,15 +214,16 @@ class Op:
 
         `is_direct`, `needs_grad` and `run` in one: this is what every eager call pays for.
         """
-        grad = False
+        may_grad, grad = is_grad_enabled(), False
         for tensor in tensors:
             if tensor is not None:
                 if type(tensor) not in PLAIN:
                     return self.dispatch(*args)
-                grad = grad or tensor.requires_grad
+                if may_grad and not grad:
+                    grad = tensor.requires_grad
         if not is_quiet():
             return self.dispatch(*args)
-        if grad and self._function is not None and torch.is_grad_enabled():
+        if grad:
             return self._function.apply(*args)
         try:
             plan = self._plans.get(self._key(*args))
@@ -279,8 +286,8 @@ class Op:
             plan = self._plans.get(key)
         except (AttributeError, RuntimeError, TypeError):
             self.check(*args)  # not a tensor, no dense one, or not hashable: says which argument
-            if any(isinstance(arg, torch.Tensor) and _is_batched(arg) for arg in args):
-                return self.overload(*args)  # torch calls it with one gradient after the other
+            if _any_lazy(args):
+                return self.overload(*args)  # a wrapper, which torch unwraps
             raise
         try:
             if plan is None:
@@ -308,10 +315,16 @@ class Op:
     def _plan(self, key: Hashable, args: Arguments) -> Plan:
         plans = self._plans  # those of now: what is forgotten meanwhile is not brought back
         self.check(*args)
-        problem = self.problem(*args)
-        record(self.name, problem, args)
-        first_sight(self.name, self.variants, problem, args, self.written)
-        _, plan = resolve(self.name, self.variants, problem)
+        if _any_lazy(args):
+            plan: Plan = self.dispatch  # which comes back here with memory that holds the values
+        else:
+            check_memory(self.name, self._names, args)
+            problem = self.problem(*args)
+            record(self.name, problem, args)
+            first_sight(self.name, self.variants, problem, args, self.written)
+            _, plan = resolve(self.name, self.variants, problem)
+        if self.written:
+            plan = watched(plan, self.check, args, self.written)
         if len(plans) >= PLANS_KEPT:
             plans.clear()
         plans[key] = plan
@@ -319,9 +332,12 @@ class Op:
 
     def _define(self) -> None:
         LIBRARY.define(f"{self.name}{self.schema}", tags=(torch.Tag.pt2_compliant_tag,))
+        self._argument_count = len(self.overload._schema.arguments)
+
+        refuse = partial(refuse_tangents, self.name)
 
         def implementation(*args: Any) -> Any:
-            refuse_tangents(self.name, args)
+            refuse(args)
             return self.run(*self._completed(args))
 
         def fake(*args: Any) -> Any:
@@ -332,6 +348,7 @@ class Op:
 
         LIBRARY.impl(self.name, implementation, "CompositeExplicitAutograd")
 
+        written_views.define(LIBRARY, self.name, self.overload)
         torch.library.register_fake(f"{NAMESPACE}::{self.name}", fake, lib=LIBRARY)
         if self.gradient is not None:
             gradient = _remembering_use(self.gradient)
@@ -342,7 +359,11 @@ class Op:
                 lib=LIBRARY,
             )
             self._function = _function(self.name, self.run, gradient)
-        self._key = _key_function(self.overload._schema)
+        else:
+            self._function = refusal = Refusal(self.name, self.instead)
+            differentiated = refusal.differentiated
+            define_autograd(LIBRARY, self.overload, implementation, differentiated, refuse)
+        self._key = key_function(self.overload._schema)
         if self.autocast is not None:
             for key in self.autocast_keys:
                 self._define_autocast(self.autocast, key)
@@ -359,7 +380,7 @@ class Op:
 
     def _completed(self, args: Arguments) -> Arguments:
         """The dispatcher leaves out trailing arguments that equal their defaults."""
-        missing = len(self.overload._schema.arguments) - len(args)
+        missing = self._argument_count - len(args)
         return args + self.defaults[len(self.defaults) - missing :] if missing else args
 
 
@@ -389,26 +410,8 @@ def teach_dtensor() -> None:
         )
 
 
-def _key_function(schema: Any) -> Callable[..., Hashable]:
-    """What a plan depends on, as a function of the op's arguments.
-
-    Written out from the schema: a loop over the arguments costs 0.9 us more at every call.
-    """
-    parts = ["token()", "deterministic()"]
-    for argument in schema.arguments:
-        name, kind = argument.name, str(argument.type)
-        fields = ("dtype", "shape", "stride()", "device", "data_ptr() & 15")
-        metadata = ", ".join(f"{name}.{field}" for field in fields)
-        if kind == "Tensor":
-            parts.append(metadata)  # side by side: a tuple of its own would cost 0.03 us
-        elif kind == "Optional[Tensor]":
-            parts.append(f"None if {name} is None else ({metadata})")
-        else:
-            parts.append(name)
-    names = ", ".join(argument.name for argument in schema.arguments)
-    names_here = {"token": token, "deterministic": are_deterministic}
-    key: Callable[..., Hashable] = eval(f"lambda {names}: ({', '.join(parts)})", names_here)
-    return key
+def _any_lazy(args: Arguments) -> bool:
+    return any(isinstance(arg, torch.Tensor) and is_lazy(arg) for arg in args)
 
 
 def _remembering_use(gradient: Gradient) -> Gradient:

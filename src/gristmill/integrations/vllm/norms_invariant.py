@@ -8,11 +8,14 @@ thread calls it, eagerly, from a compiled graph or into a captured one.
 As in norms.py, signatures are those of vLLM's own implementations to the letter.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from gristmill.integrations.vllm import norms
-from gristmill.ops.direct import needs_grad
+from gristmill.ops.autograd import Refusal, define_autograd
+from gristmill.ops.direct import needs_grad, refuse_tangents
 from gristmill.ops.op import LIBRARY, NAMESPACE
 from gristmill.select.overrides import batch_invariant
 
@@ -76,7 +79,16 @@ LIBRARY.define(
     "-> ()",
     tags=_TAGS,
 )
-LIBRARY.impl(_RMS_NORM, _rms_norm, "CompositeExplicitAutograd")
-LIBRARY.impl(_FUSED_ADD_RMS_NORM, _fused_add_rms_norm_, "CompositeExplicitAutograd")
-torch.library.register_fake(f"{NAMESPACE}::{_RMS_NORM}", _empty_like, lib=LIBRARY)
-torch.library.register_fake(f"{NAMESPACE}::{_FUSED_ADD_RMS_NORM}", _nothing, lib=LIBRARY)
+for _name, _run, _fake, _instead in (
+    (_RMS_NORM, _rms_norm, _empty_like, "gristmill.rms_norm"),
+    (_FUSED_ADD_RMS_NORM, _fused_add_rms_norm_, _nothing, "gristmill.add_rms_norm"),
+):
+    LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=LIBRARY)
+    define_autograd(
+        LIBRARY,
+        getattr(torch.ops.gristmill, _name).default,
+        _run,
+        Refusal(_name, _instead).differentiated,
+        partial(refuse_tangents, _name),
+    )

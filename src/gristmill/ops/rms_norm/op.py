@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
-from gristmill.errors import ArgumentError
 from gristmill.ops import inline
 from gristmill.ops.by_row import by_row
 from gristmill.ops.later import Later
@@ -199,24 +198,13 @@ def fused_add_rms_norm_(
         x, residual: ``(..., N)``, one shape; both are overwritten, so they share no memory.
         weight: ``(N,)`` or None.
         eps: added to the mean of squares.
+
+    It has no gradient: where an argument requires one, the call raises NoGradientError.
     """
-    tensors = (x, residual, weight)
-    if torch.is_grad_enabled() and any(
-        isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
-    ):
-        raise ArgumentError(
-            "fused_add_rms_norm_: works in place and has no gradient; call it under "
-            "torch.no_grad(), or use add_rms_norm"
-        )
     if torch.compiler.is_compiling():
         FUSED_ADD_RMS_NORM_.traced(x, residual, weight, eps)
-    elif x is residual:
-        raise ArgumentError(
-            "fused_add_rms_norm_: x and residual are overwritten, each with its own result, and "
-            "must be two tensors; got one as both"
-        )
     else:
-        FUSED_ADD_RMS_NORM_.call(tensors, (x, residual, weight, eps))
+        FUSED_ADD_RMS_NORM_.call((x, residual, weight), (x, residual, weight, eps))
 
 
 def rms_norm_backward(
@@ -382,6 +370,7 @@ FUSED_ADD_RMS_NORM_ = Op(
         ),
     ),
     defaults=(None, 1e-6),
+    instead="gristmill.add_rms_norm",
 )
 
 RMS_NORM_BACKWARD = Op(

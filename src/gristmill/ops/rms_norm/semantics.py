@@ -54,8 +54,7 @@ def check_fused_add(x: Any, residual: Any, weight: Any, eps: Any) -> None:
     check_row_tensor(op, "residual", residual, x)
     checks.weight_of(op, "weight", weight, x)
     checks.number(op, "eps", eps, minimum=0.0)
-    checks.writable(op, "x", x)
-    checks.writable(op, "residual", residual)
+    checks.writes(op, {"x": x, "residual": residual}, {"weight": weight})
 
 
 def check_backward(

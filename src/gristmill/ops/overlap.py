@@ -1,0 +1,208 @@
+"""Whether tensors overlap in memory: exact for strided tensors, whatever their shapes and strides.
+
+Two elements meet where a bounded sum of strides equals the distance of the tensors. Dims that are
+contiguous to each other are merged first, so that one or two are left of a usual layout, and the
+sum over the last two is solved by a congruence. Rows that lie side by side in one buffer do not
+overlap, though their ranges of addresses do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from math import gcd
+from typing import Any, NamedTuple
+
+import torch
+
+# Distances that one plan remembers to be right.
+_SEEN = 256
+
+# A stride, and the least and the greatest number of times that it may be taken.
+Term = tuple[int, int, int]
+
+
+class Extent(NamedTuple):
+    """The layout of a tensor in bytes, without its address: of each element, and in all."""
+
+    element: int
+    dims: tuple[tuple[int, int], ...]  # (size, stride in bytes)
+    span: int  # from the first byte to past the last; 0 of a tensor without elements
+
+
+def extent_of(tensor: torch.Tensor) -> Extent:
+    return _extent(tensor.element_size(), tensor.shape, tensor.stride())
+
+
+def _extent(element: int, shape: Sequence[int], strides: Sequence[int]) -> Extent:
+    if 0 in shape:
+        return Extent(element, (), 0)
+    dims = tuple(
+        (size, stride * element) for size, stride in zip(shape, strides, strict=True) if size > 1
+    )
+    return Extent(element, dims, element + sum((size - 1) * stride for size, stride in dims))
+
+
+@lru_cache(1024)
+def overlaps_itself(extent: Extent) -> bool:
+    """Whether two elements of one tensor share memory."""
+    reach = 0
+    for size, stride in sorted(extent.dims, key=lambda dim: dim[1]):
+        if stride <= reach:
+            break
+        reach += (size - 1) * stride
+    else:
+        return False  # each stride is longer than all within it
+    for at, (size, stride) in enumerate(extent.dims):
+        others = [(step, 1 - count, count - 1) for count, step in extent.dims[at + 1 :]]
+        if _is_sum(0, [(stride, 1, size - 1), *others]):
+            return True
+    return False
+
+
+@lru_cache(1024)
+def overlap(one: Extent, other: Extent, distance: int) -> bool:
+    """Whether two tensors share memory, the second of which begins `distance` bytes after."""
+    if not (one.span and other.span and -other.span < distance < one.span):
+        return False
+    terms = [(stride, 0, size - 1) for size, stride in one.dims]
+    terms += [(stride, 1 - size, 0) for size, stride in other.dims]
+    within = (1, 1 - other.element, one.element - 1)  # a byte of an element of each
+    return _is_sum(distance, [*terms, within])
+
+
+def is_overlapping(tensor: torch.Tensor) -> bool:
+    """Whether elements of a tensor share memory, as far as its layout is known."""
+    layout = _layout(tensor)
+    return layout is not None and overlaps_itself(layout[0])
+
+
+def are_overlapping(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors share memory; as far as it is known of fakes and of other subclasses."""
+    layout, its = _layout(one), _layout(other)
+    if layout is None or its is None or layout[1] != its[1]:
+        return False
+    return overlap(layout[0], its[0], its[2] - layout[2])
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Extent, Any, int] | None:
+    """The extent of a tensor, and where it lies: a device and an address, or of tensors that have
+    no address a storage and an offset. None where that is not known.
+
+    Of symbols the numbers count for which they stand in the call that is being traced. No guard
+    comes of it: the op looks again when it runs.
+    """
+    shape, strides = [*map(_number, tensor.shape)], [*map(_number, tensor.stride())]
+    if None in shape or None in strides:
+        return None
+    extent = _extent(tensor.element_size(), shape, strides)
+    if _has_address(tensor):
+        return extent, tensor.device, tensor.data_ptr()
+    offset = _number(tensor.storage_offset())
+    try:
+        storage = tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
+    return None if offset is None else (extent, storage, offset * extent.element)
+
+
+def _number(size: Any) -> Any:
+    return size.node.hint if isinstance(size, torch.SymInt) else size
+
+
+def _has_address(tensor: torch.Tensor) -> bool:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_meta:
+        return False
+    try:
+        return tensor.data_ptr() != 0
+    except RuntimeError:  # a wrapper
+        return False
+
+
+def _is_sum(total: int, terms: Sequence[Term]) -> bool:
+    """Whether `total` is a sum of the terms' strides, each taken as often as its term allows."""
+    counts: dict[int, int] = {}
+    for stride, least, most in terms:
+        total -= stride * least
+        if stride:
+            counts[stride] = counts.get(stride, 0) + most - least
+    merged: list[tuple[int, int]] = []  # all multiples of a stride, up to so many
+    for stride, count in sorted(counts.items()):
+        if merged and stride % merged[-1][0] == 0 and stride // merged[-1][0] <= merged[-1][1] + 1:
+            finer, many = merged[-1]
+            merged[-1] = (finer, many + stride // finer * count)
+        elif count:
+            merged.append((stride, count))
+    return _reaches(total, tuple(merged))
+
+
+def _reaches(total: int, terms: tuple[tuple[int, int], ...]) -> bool:
+    """The same for terms taken zero times or more, in the order of their strides."""
+    if not terms:
+        return total == 0
+    *finer, (stride, count) = terms
+    reach = sum(step * many for step, many in finer)
+    if not 0 <= total <= reach + stride * count:
+        return False
+    step = gcd(*(one for one, _ in finer))  # 0 where this is the last
+    if not step:
+        return total % stride == 0
+    common = gcd(step, stride)
+    if total % common:
+        return False
+    # total - n * stride must be a multiple of `step`, from 0 to `reach`.
+    every = step // common
+    first = total // common * pow(stride // common, -1, every) % every
+    least, most = max(0, -((reach - total) // stride)), min(count, total // stride)
+    first += max(0, -((first - least) // every)) * every
+    numbers = range(first, most + 1, every)
+    return any(_reaches(total - n * stride, tuple(finer)) for n in numbers)
+
+
+def watched(
+    plan: Callable[..., Any],
+    check: Callable[..., None],
+    args: tuple[Any, ...],
+    written: tuple[int, ...],
+) -> Callable[..., Any]:
+    """`plan`, which writes to these of its arguments, for tensors that lie anywhere.
+
+    Plans are found by layouts. Where ranges of addresses meet, which no check has seen yet, `check`
+    looks at the tensors themselves. Written out, as the key is: it is paid for at every call.
+    """
+    tensors = {at: extent_of(arg) for at, arg in enumerate(args) if isinstance(arg, torch.Tensor)}
+    pairs = [(one, two) for two in tensors for one in tensors if one < two]
+    pairs = [(one, two) for one, two in pairs if one in written or two in written]
+    if not pairs:
+        return plan
+    near: list[str] = []
+    known: set[int] = set()
+    for one, two in pairs:
+        near.append(
+            f"{-tensors[two].span} < {_address(two, known)} - {_address(one, known)} "
+            f"< {tensors[one].span}"
+        )
+    seen: set[tuple[int, ...]] = set()
+
+    def look(*args: Any) -> None:
+        places = [args[at].data_ptr() for at in tensors]
+        distances = tuple(place - places[0] for place in places)
+        if distances not in seen:
+            check(*args)
+            if all(_has_address(args[at]) for at in tensors):  # else they tell nothing
+                if len(seen) >= _SEEN:
+                    seen.clear()
+                seen.add(distances)
+
+    names = ", ".join(f"tensor_{at}" for at in range(len(args)))
+    source = f"lambda {names}: ({' or '.join(near)}) and look({names}) or plan({names})"
+    found: Callable[..., Any] = eval(source, {"look": look, "plan": plan})
+    return found
+
+
+def _address(at: int, known: set[int]) -> str:
+    """That of an argument, in code which has it in a variable from the first time on."""
+    if at in known:
+        return f"at_{at}"
+    known.add(at)
+    return f"(at_{at} := tensor_{at}.data_ptr())"

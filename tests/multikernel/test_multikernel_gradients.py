@@ -1,0 +1,321 @@
+"""Gradients of MultiKernels as torch ops, also of those that write, against autograd through them.
+
+Each is called as an object and as the torch op, in eager mode, in compiled graphs and from exported
+programs: it has the right gradient, or where none was registered it says so.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from multikernel_gradient_cases import FORMULAS, Formula, exp_, like_first, multiply_, nothing
+from torch.autograd import forward_ad
+
+from gristmill.errors import ArgumentError, NoGradientError
+from gristmill.multikernel import MultiKernel
+
+BY_NAME = {one.name: one for one in FORMULAS}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    torch._dynamo.reset()
+
+
+def made(formula: Formula, tag: str, gradient: bool = True) -> MultiKernel:
+    one = MultiKernel(
+        f"{tag}_{formula.name}", formula.kernels, schema=formula.schema, fake=formula.fake
+    )
+    if gradient:
+        one.register_autograd(**formula.gradient)
+    return one
+
+
+class Program(torch.nn.Module):
+    def __init__(self, formula: Formula, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.program, self.call = formula.program, call
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.program(self.call, *tensors)
+
+
+def gradients(
+    run: Callable[..., Sequence[torch.Tensor]], formula: Formula, device: str = "cpu"
+) -> list[torch.Tensor | None]:
+    """What the program gives, what its arguments hold then, and their gradients."""
+    tensors = [one.detach().to(device).requires_grad_(one.requires_grad) for one in formula.make()]
+    results = run(*tensors)
+    loss = sum((one * (2 + at)).cos().sum() for at, one in enumerate(results))
+    loss.backward()
+    values = [one.detach() for one in (*results, *tensors)]
+    return [*values, *(one.grad for one in tensors)]
+
+
+def check(
+    run: Callable[..., Sequence[torch.Tensor]], formula: Formula, device: str = "cpu"
+) -> None:
+    expected = gradients(Program(formula, formula.kernel), formula, device)
+    found = gradients(run, formula, device)
+    for at, (want, got) in enumerate(zip(expected, found, strict=True)):
+        assert (want is None) == (got is None), at
+        if want is not None and got is not None:
+            torch.testing.assert_close(got, want, msg=lambda text, at=at: f"{at}: {text}")
+
+
+def way_to_run(way: str, formula: Formula, call: Callable[..., Any]) -> Callable[..., Any]:
+    program = Program(formula, call)
+    if way == "eager":
+        return program
+    if not way.startswith("export"):
+        return torch.compile(program, fullgraph=True, backend=way)
+    # Traced as for inference, of tensors that need no gradient.
+    tensors = tuple(one.detach() for one in formula.make())
+    exported = torch.export.export(program, tensors, strict="strict" in way)
+    if "functional" in way:
+        exported = exported.run_decompositions()
+    return exported.module()
+
+
+CALLS = {"object": lambda one: one, "op": lambda one: one.op}
+EAGER = ["eager", "aot_eager"]
+EXPORTED = ["export", "export strict", "export functional"]
+QUICK = ("multiply", "batch_norm", "lists", "norm_views")
+LONG = pytest.mark.long
+MARKED = [
+    pytest.param(
+        formula,
+        way,
+        marks=()
+        if way in EAGER or (formula.name in QUICK and way != "inductor")
+        else pytest.mark.long,
+        id=f"{formula.name}-{way}".replace(" ", "_"),
+    )
+    for formula in FORMULAS
+    for way in (*EAGER, *EXPORTED, "inductor")
+    # Inductor cannot compile an operator that writes to nothing but an argument that is None.
+    if (formula.name, way) != ("left_out", "inductor")
+]
+
+
+@pytest.mark.parametrize("called", CALLS)
+@pytest.mark.parametrize(("formula", "way"), MARKED)
+def test_gradients_are_those_of_the_functions(formula: Formula, way: str, called: str) -> None:
+    one = made(formula, "formula")
+    with torch._inductor.config.patch(force_disable_caches=True):
+        check(way_to_run(way, formula, CALLS[called](one)), formula)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("called", CALLS)
+@pytest.mark.parametrize("formula", FORMULAS, ids=lambda one: one.name)
+def test_gradients_on_a_gpu(formula: Formula, called: str) -> None:
+    check(way_to_run("eager", formula, CALLS[called](made(formula, "gpu"))), formula, "cuda")
+
+
+@pytest.mark.parametrize("called", CALLS)
+@pytest.mark.parametrize("formula", FORMULAS, ids=lambda one: one.name)
+def test_second_gradients_are_those_of_the_formula(formula: Formula, called: str) -> None:
+    one = made(formula, "second")
+
+    def both(call: Callable[..., Any]) -> list[torch.Tensor]:
+        tensors = formula.make()
+        needed = [one for one in tensors if one.requires_grad]
+        loss = sum((one * 2).cos().sum() for one in formula.program(call, *tensors))
+        first = torch.autograd.grad(loss, needed, create_graph=True)
+        return [*first, *torch.autograd.grad(sum(one.sin().sum() for one in first), needed)]
+
+    for want, got in zip(both(formula.kernel), both(CALLS[called](one)), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+# --- what is overwritten belongs to the caller of a graph
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("constant", [False, True])
+@pytest.mark.parametrize("way", [*EAGER, pytest.param("inductor", marks=pytest.mark.long)])
+def test_history_of_what_a_graph_overwrites_for_its_caller(
+    way: str, constant: bool, view: bool
+) -> None:
+    one = made(BY_NAME["add"], "outside")
+
+    def inside(call: Callable[..., Any], x: torch.Tensor, y: torch.Tensor) -> None:
+        call(x * 2, y)
+        call((x + 1).sin(), y)
+
+    def gradients(run: Callable[..., None]) -> list[Any]:
+        torch.manual_seed(0)
+        x = torch.rand(3, 4, requires_grad=True)
+        p = torch.rand(5, 4, requires_grad=not constant)
+        y = p.sin() if view else p[1:4].sin()
+        run(x, y[1:4] if view else y)
+        y.square().sum().backward()
+        assert y.requires_grad
+        return [y.detach(), x.grad, p.grad]
+
+    run = functools.partial(inside, one)
+    if way != "eager":
+        run = torch.compile(run, fullgraph=True, backend=way)
+    expected = gradients(functools.partial(inside, one.kernels["a"]))
+    with torch._inductor.config.patch(force_disable_caches=True):
+        found = gradients(run)
+    for want, got in zip(expected, found, strict=True):
+        assert (want is None) == (got is None)
+        if want is not None:
+            torch.testing.assert_close(got, want)
+
+
+# --- where there is no gradient
+
+WRAPPED = (NoGradientError, torch._dynamo.exc.TorchDynamoException)
+
+
+@pytest.mark.parametrize("formula", FORMULAS, ids=lambda one: one.name)
+@pytest.mark.parametrize("way", ["eager", "aot_eager", "inductor", "export"])
+def test_without_a_formula_it_says_so(way: str, formula: Formula) -> None:
+    one = made(formula, "without", gradient=False)
+    run = way_to_run(way, formula, one.op)
+    with pytest.raises(WRAPPED, match=f"'without_{formula.name}'.*no gradient.*register_autograd"):
+        gradients(run, formula)
+    leaves = formula.make()
+    constants = [tensor.detach() for tensor in leaves]
+    expected = formula.program(formula.kernel, *(one.clone() for one in constants))
+    if way == "inductor":
+        return
+    for needed in (False, True):
+        args = [one.detach().clone() for one in leaves]
+        for arg, leaf in zip(args, leaves, strict=True):
+            arg.requires_grad_(needed and leaf.requires_grad)
+        with torch.set_grad_enabled(not needed):
+            found = run(*args)
+        for want, got in zip(expected, found, strict=True):
+            torch.testing.assert_close(got, want)
+            assert not got.requires_grad
+    with torch.inference_mode():
+        torch.testing.assert_close(run(*(one.clone() for one in constants)), expected)
+
+
+@pytest.mark.parametrize("formula", FORMULAS, ids=lambda one: one.name)
+def test_without_a_formula_functions_are_differentiated_in_eager_mode(formula: Formula) -> None:
+    check(Program(formula, made(formula, "plain", gradient=False)), formula)
+
+
+def test_a_region_without_gradients_inside_a_graph() -> None:
+    one = made(BY_NAME["multiply"], "region", gradient=False)
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            y = x * 2
+            one(x, y)
+        return y * x
+
+    x = torch.rand(4, requires_grad=True)
+    torch.compile(region, fullgraph=True, backend="aot_eager")(x).sum().backward()
+    torch.testing.assert_close(x.grad, 2 * x.detach().square())
+
+
+# --- mistakes
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_leaves_are_not_overwritten(backend: str | None) -> None:
+    one = made(BY_NAME["multiply"], "leaves")
+    run = one if backend is None else torch.compile(one.op, backend=backend)
+    x = torch.rand(4, 4, requires_grad=True)
+    before = x.detach().clone()
+    with pytest.raises((RuntimeError, *WRAPPED), match=r"a leaf Variable that requires grad is"):
+        run(before, x)
+    with pytest.raises((RuntimeError, *WRAPPED), match=r"a view of a leaf Variable that requires"):
+        run(before[0], x[1])
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_memory_that_is_also_written_has_no_gradient(backend: str | None) -> None:
+    one = made(BY_NAME["multiply"], "shared")
+
+    def call(x: torch.Tensor, at: slice, to: slice) -> torch.Tensor:
+        y = x * 2
+        one.op(y[at], y[to])
+        return y
+
+    run = call if backend is None else torch.compile(call, fullgraph=True, backend=backend)
+    x = torch.rand(5, requires_grad=True)
+    for at, to in ((slice(0, 4), slice(1, 5)), (slice(2), slice(2))):
+        with pytest.raises(WRAPPED, match=r"'shared_multiply': x and y share memory that is writ"):
+            run(x, at, to)
+    one.register_autograd(**BY_NAME["add"].gradient)
+    if backend is not None:
+        torch._dynamo.reset()
+    run(x, slice(0, 2), slice(2, 4)).sum().backward()  # beside each other
+    torch.testing.assert_close(x.grad, torch.tensor([4.0, 4.0, 2.0, 2.0, 2.0]))
+
+
+def test_results_are_tensors_of_their_own() -> None:
+    for schema in ("(Tensor(a!) x) -> Tensor(a!)", "(Tensor(a) x) -> Tensor(a)"):
+        with pytest.raises(ArgumentError, match=r"'aliased': a result must be a tensor of its own"):
+            MultiKernel("aliased", {"a": torch.sin}, schema=schema, fake=like_first)
+
+
+def test_gradients_must_fit_the_arguments() -> None:
+    x, y = (torch.rand(3, requires_grad=True) for _ in range(2))
+    one = made(BY_NAME["multiply"], "fitting", gradient=False)
+    one.register_autograd(lambda ctx, dy: dy)
+    z = y * 1
+    one(x, z)
+    with pytest.raises(ArgumentError, match=r"backward must give a gradient .* of x, y, got 1"):
+        z.sum().backward()
+    lists = made(BY_NAME["lists"], "fitting", gradient=False)
+    lists.register_autograd(lambda ctx, dresult, dys: (dresult, dys, None))
+    z = y * 1
+    lists([x], [z], 1.0)
+    with pytest.raises(ArgumentError, match=r"must give a list of 1 gradients or None for xs, got"):
+        z.sum().backward()
+    parts = made(BY_NAME["parts"], "fitting", gradient=False)
+    parts.register_autograd(lambda ctx, dsine, dparts: dsine)
+    sine, _ = parts(x, factor=y)
+    with pytest.raises(NoGradientError, match=r"no gradient for the keyword-only arguments factor"):
+        sine.sum().backward()
+
+
+def test_transforms_differentiate_the_functions_and_not_the_op() -> None:
+    """In a compiled graph as well, where the functions are traced."""
+    one = made(BY_NAME["multiply"], "transformed")
+
+    def run(call: Callable[..., Any]) -> Callable[..., Any]:
+        def loss(x: torch.Tensor) -> torch.Tensor:
+            y = x.sin()
+            call(x * 2, y)
+            return y.sum()
+
+        return loss
+
+    x, t = torch.rand(4), torch.rand(4)
+    for transform in (
+        torch.func.grad,
+        lambda loss: lambda x: torch.func.jvp(loss, (x,), (t,))[1],
+    ):
+        expected = transform(run(multiply_))(x)
+        torch.testing.assert_close(transform(run(one))(x), expected)
+        compiled = torch.compile(transform(run(one)), fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(x), expected)
+        with pytest.raises(ArgumentError, match=r"call the MultiKernel itself"):
+            transform(run(one.op))(x)
+    with forward_ad.dual_level(), pytest.raises(ArgumentError, match=r"call the MultiKernel its"):
+        one.op(forward_ad.make_dual(x, t), t.clone())
+
+
+def test_a_formula_is_found_when_the_op_runs() -> None:
+    """Given later, and changed: graphs that are made afterwards have it."""
+    one = MultiKernel("later", {"a": exp_}, schema="(Tensor(a!) y) -> Tensor", fake=nothing)
+    x = torch.rand(3, 4, requires_grad=True)
+    with pytest.raises(NoGradientError, match="'later'"):
+        one.op(x * 1)
+    one.register_autograd(lambda ctx, dtotal, dy: dtotal.unsqueeze(-1).expand_as(dy) * 5)
+    one.op(x * 1).sum().backward()
+    assert bool((x.grad == 5).all())
