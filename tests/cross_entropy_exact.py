@@ -25,6 +25,9 @@ class Rows:
 
     v: Tensor  # the logits, capped
     off: Tensor  # by how much each may be off: a cap is computed
+    largest: Tensor  # 0 if all are -inf
+    total: Tensor  # the sum of exp(v - largest)
+    log_sum: Tensor  # its logarithm: of large logits fp64 has no room for the sum of both
     lse: Tensor
     spread: Tensor  # by how much the logarithm of the sum may be off
     ignored: Tensor
@@ -49,9 +52,13 @@ def rows_of(
         v = softcap * torch.tanh(v / softcap)
         off = v.abs()
     # A NaN or +inf makes its row NaN, as in torch's cross entropy.
-    lse = torch.logsumexp(v, -1).masked_fill((v == torch.inf).any(-1), torch.nan)
-    p = (v - lse.unsqueeze(-1)).exp()
-    far = v - v.amax(-1, keepdim=True) if v.shape[-1] else v
+    top = v.amax(-1) if v.shape[-1] else v.new_full(v.shape[:-1], -torch.inf)
+    largest = top.masked_fill(top == -torch.inf, 0.0).masked_fill(top == torch.inf, torch.nan)
+    total = (v - largest.unsqueeze(-1)).exp().sum(-1)
+    log_sum = total.log()
+    lse = largest + log_sum
+    p = (v - largest.unsqueeze(-1) - log_sum.unsqueeze(-1)).exp()
+    far = v - top.unsqueeze(-1)
     spread = 1.0 + (p * (far.abs() + off)).nan_to_num(0.0).sum(-1)
     ignored = target == ignore_index
     here = torch.arange(first, first + v.shape[-1], device=v.device)
@@ -62,7 +69,7 @@ def rows_of(
     wrong = ~ignored & ((target < 0) | (target >= (classes or v.shape[-1])))
     # It spoils its own row; the others keep their denominator.
     own = torch.where(wrong, 1.0, own)
-    return Rows(v, off, lse, spread, ignored, wrong, own, hit)
+    return Rows(v, off, largest, total, log_sum, lse, spread, ignored, wrong, own, hit)
 
 
 def forward(
@@ -76,9 +83,9 @@ def forward(
     reduction: str,
     return_lse: bool,
 ) -> list[Pair]:
-    """Loss, lse and the denominators."""
+    """Loss, lse, the denominators and stats."""
     rows = rows_of(logits, target, weight, ignore_index, softcap)
-    distance = rows.lse.unsqueeze(-1) - rows.v
+    distance = (rows.largest.unsqueeze(-1) - rows.v) + rows.log_sum.unsqueeze(-1)
     size = distance.abs() + rows.off + rows.spread.unsqueeze(-1)
     loss = (1 - label_smoothing) * rows.weight * torch.where(rows.hit, distance, 0.0).sum(-1)
     terms = (1 - label_smoothing) * rows.weight * torch.where(rows.hit, size, 0.0).sum(-1)
@@ -89,7 +96,9 @@ def forward(
     loss = loss.masked_fill(rows.wrong, torch.nan)
     loss, terms = loss.masked_fill(rows.ignored, 0.0), terms.masked_fill(rows.ignored, 0.0)
     count = (~rows.ignored).sum().double()
-    penalty = z_loss * rows.lse.square().masked_fill(rows.ignored, 0.0)
+    penalty = torch.zeros_like(loss)
+    if z_loss:
+        penalty = z_loss * rows.lse.square().masked_fill(rows.ignored, 0.0)
     penalty_terms = 2 * z_loss * rows.lse.abs() * (rows.lse.abs() + rows.spread)
     penalty_terms = penalty_terms.masked_fill(rows.ignored, 0.0)
     lse, lse_terms = rows.lse, rows.lse.abs() + rows.spread
@@ -105,7 +114,24 @@ def forward(
             denominators = shares = torch.stack([rows.weight.sum(), count])
         loss = loss.sum() / shares[0] + penalty.sum() / shares[1]
         terms = terms.sum() / shares[0] + penalty_terms.sum() / shares[1]
-    return [(loss, terms), (lse, lse_terms), (denominators, denominators)]
+    own, own_terms = stats_of(rows)
+    if not return_lse:
+        own = own.masked_fill(rows.ignored.unsqueeze(-1), 0.0)
+        own_terms = own_terms.masked_fill(rows.ignored.unsqueeze(-1), 0.0)
+    return [(loss, terms), (lse, lse_terms), (denominators, denominators), (own, own_terms)]
+
+
+def stats_of(rows: Rows) -> Pair:
+    """Of each row the largest v, 0 if all are -inf, and the sum of exp(v - largest).
+
+    All of it is NaN where there is a NaN or +inf.
+    """
+    total = rows.total
+    off = rows.off.amax(-1) if rows.v.shape[-1] else torch.zeros_like(total)
+    # Of equal logits all powers are off alike. A row's sum is also taken times a power, that of
+    # what was lost of its largest logit, and is made of additions.
+    terms = total * (rows.spread + 2 * POWER)
+    return torch.stack((rows.largest, total), -1), torch.stack((off, terms), -1)
 
 
 def backward(
@@ -113,7 +139,7 @@ def backward(
     dlse: Tensor | None,
     logits: Tensor,
     target: Tensor,
-    lse: Tensor,
+    stats: Tensor,
     denominators: Tensor,
     weight: Tensor | None,
     ignore_index: int,
@@ -127,13 +153,15 @@ def backward(
     *,
     lost: bool = False,
 ) -> Pair:
-    """The gradient of the logits; `spread`: by how much lse is off that was computed on the way.
+    """The gradient of the logits; `spread`: by how much stats are off that were made on the way.
 
     `lost`: without the probabilities that are below the accumulator's smallest normal number.
     """
     classes = classes or logits.shape[-1]
     rows = rows_of(logits, target, weight, ignore_index, softcap, first_class, classes)
-    lse, g = lse.double(), dloss.double()
+    (largest, total_power), g = stats.double().unbind(-1), dloss.double()
+    log_sum = total_power.log()
+    lse = largest + log_sum
     gz = g
     if reduction == "mean":
         g, gz = g / denominators[0].double(), g / denominators[1].double()
@@ -142,15 +170,16 @@ def backward(
     total = classes if weight is None else each.sum()
     at_target = g * (1 - label_smoothing) * rows.weight
     everywhere = (g * label_smoothing / max(1, classes)).expand(target.shape)
-    penalty = gz * 2 * z_loss * lse
+    penalty = gz * 2 * z_loss * lse if z_loss else torch.zeros_like(lse)
     keep = ~rows.ignored
     slope = at_target + everywhere * total + penalty
-    slope_terms = at_target.abs() + everywhere.abs() * total + penalty.abs()
+    # The penalty is a product of four numbers, of which lse is a sum.
+    slope_terms = at_target.abs() + everywhere.abs() * total + 2 * penalty.abs()
     slope = torch.where(keep, slope.masked_fill(rows.wrong, torch.nan), 0.0)
     slope_terms = torch.where(keep, slope_terms, 0.0)
     if dlse is not None:
         slope, slope_terms = slope + dlse.double(), slope_terms + dlse.double().abs()
-    exponent = rows.v - lse.unsqueeze(-1)
+    exponent = (rows.v - largest.unsqueeze(-1)) - log_sum.unsqueeze(-1)
     p = exponent.exp()
     if lost:
         precise = torch.promote_types(logits.dtype, torch.float32)
@@ -182,7 +211,7 @@ def backward(
 def one_pass(logits: Tensor, target: Tensor, *options: Any, lost: bool = False) -> list[Pair]:
     """Loss, lse and the gradient for a unit gradient of the loss; `lost`: see `backward`."""
     weight, ignore_index, smoothing, z_loss, softcap, reduction, _ = options
-    loss, lse, denominators = forward(logits, target, *options)
+    loss, lse, denominators, _ = forward(logits, target, *options)
     rows = rows_of(logits, target, weight, ignore_index, softcap)
     spread = rows.spread
     if z_loss:
@@ -192,7 +221,7 @@ def one_pass(logits: Tensor, target: Tensor, *options: Any, lost: bool = False) 
         None,
         logits,
         target,
-        rows.lse,
+        stats_of(rows)[0],
         denominators[0],
         weight,
         ignore_index,
@@ -217,7 +246,7 @@ def shard(
     softcap: float | None,
     sums: bool,
 ) -> Pair:
-    """The largest v, the sum of exp(v - largest), the target's v, and the sum of v."""
+    """The largest v, the sum of exp(v - largest), the target's v, and the sum of v - largest."""
     rows = rows_of(logits, target, None, ignore_index, softcap, first_class, classes)
     largest = rows.v.amax(-1)
     base = largest.masked_fill(largest == -torch.inf, 0.0)  # of a shard of nothing else
@@ -226,14 +255,15 @@ def shard(
     values = [largest, total, logit]
     terms = [largest.abs(), total * (rows.spread + largest.abs()), logit.abs()]
     if sums:
-        values.append(rows.v.sum(-1))
-        terms.append(rows.v.abs().sum(-1))
+        distances = rows.v - base.unsqueeze(-1)
+        values.append(distances.sum(-1))
+        terms.append((distances.abs() + rows.off).sum(-1))
     return torch.stack(values, -1), torch.stack(terms, -1)
 
 
 def shard_unknown(logits: Tensor, softcap: float | None, sums: bool) -> Tensor:
     """Which numbers of a shard nobody counts on: a row of a NaN or +inf has a NaN for its sum of
-    powers; its largest v and the sum of v are then of no use."""
+    powers; its largest v and the sum of distances are then of no use."""
     v = logits.double() if softcap is None else torch.tanh(logits.double())
     spoiled = (v.isnan() | (v == torch.inf)).any(-1, keepdim=True)
     numbers = torch.tensor([True, False, False, True][: 4 if sums else 3], device=v.device)

@@ -6,6 +6,7 @@ on either side of a tie the truth is a range.
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -159,7 +160,14 @@ def forward(
         Truth(loss - half, loss + half, terms, precise),
         Truth(*lse_ends, lse_terms, precise),
         Truth(denominators, denominators, denominators, precise),
+        _any((*target.shape, 2), x),
     ]
+
+
+def _any(shape: tuple[int, ...], x: Tensor) -> Truth:
+    """Of stats: what they are relative to is the variant's business, see the test of them."""
+    ends = [torch.full(shape, end, dtype=torch.float64, device=x.device) for end in (-inf, inf)]
+    return Truth(*ends, torch.zeros_like(ends[0]), accumulator_of(x.dtype))
 
 
 def backward(
@@ -170,7 +178,7 @@ def backward(
     class_weight: Tensor | None,
     dloss: Tensor,
     dlse: Tensor | None,
-    lse: Tensor,
+    stats: Tensor,
     denominators: Tensor,
     ignore_index: int,
     label_smoothing: float,
@@ -185,18 +193,21 @@ def backward(
     v = _logits(x, weight, bias, softcap)
     classes = weight.shape[0]
     rows = _rows(target, class_weight, classes, ignore_index)
-    d, sums = dloss.double(), lse.double()
+    d, (base, total) = dloss.double(), stats.double().unbind(-1)
+    sums = base + total.log()
     g = gz = torch.where(rows.counted, d.expand(target.shape), 0.0)
     if reduction == "mean":
         g, gz = g / denominators[0].double(), gz / denominators[1].double()
     shares = (1 - label_smoothing) * rows.own.unsqueeze(-1) * rows.hit
     shares = shares + label_smoothing / classes * rows.weights * rows.counted.unsqueeze(-1)
-    parts = [g * shares.sum(-1), gz * 2 * z_loss * sums]
+    parts = [g * shares.sum(-1)]
+    if z_loss:
+        parts.append(gz * 2 * z_loss * sums)
     if dlse is not None:
         parts.append(torch.where(rows.counted, dlse.double(), 0.0))
     factor = torch.stack(parts).sum(0).masked_fill(rows.wrong, torch.nan).unsqueeze(-1)
     size = torch.stack(parts).abs().sum(0).unsqueeze(-1)
-    p = torch.exp(v.values - sums.unsqueeze(-1))
+    p = torch.exp(v.values - base.unsqueeze(-1)) / total.unsqueeze(-1)
     own = g.unsqueeze(-1) * shares
     dv = p * factor - own
     exponent = 2 + v.terms + _size(v.values) + sums.abs().unsqueeze(-1)
@@ -208,7 +219,19 @@ def backward(
     value, terms, shift = (
         torch.where(rows.counted.unsqueeze(-1), one, 0.0) for one in (value, terms, shift)
     )
-    return _products(x, weight, value, terms, shift, (x_grad, weight_grad, bias_grad))
+    truths = _products(x, weight, value, terms, shift, (x_grad, weight_grad, bias_grad))
+    if weight_grad and x.shape[-1]:
+        # Of an ignored row that is not finite a product may make 0 times infinity, or leave it out.
+        spoiled = ~(x.isfinite() | rows.counted.unsqueeze(-1))
+        unknown = spoiled.reshape(-1, x.shape[-1]).any(0)
+        low, high = (
+            one.masked_fill(unknown, sign * inf)
+            for one, sign in ((truths[1].low, -1), (truths[1].high, 1))
+        )
+        truths[1] = Truth(
+            low, high, truths[1].terms.masked_fill(unknown, 0.0), truths[1].accumulator
+        )
+    return truths
 
 
 def _products(

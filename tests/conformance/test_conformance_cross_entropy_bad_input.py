@@ -100,7 +100,7 @@ def test_nothing_is_remembered_of_a_wrong_call() -> None:
         (0, torch.ones((), dtype=torch.float64), "dloss must have dtype float32, got float64"),
         (1, torch.ones(3), "dlse must have shape"),
         (1, torch.ones(4).bfloat16(), "dlse must have dtype float32, got bfloat16"),
-        (4, torch.ones(4, 1), "lse must have shape"),
+        (4, torch.ones(4), "stats must have shape"),
         (5, torch.ones(0), r"denominators must have shape \(2,\), got \(0,\)"),
         (5, None, "denominators must be a torch.Tensor, got NoneType"),
         (12, -1, "first_class"),

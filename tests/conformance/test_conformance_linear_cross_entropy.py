@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conformance_graphs import Recorder, ours
-from conformance_helpers import DEVICES, run_by, same_bits
+from conformance_helpers import DEVICES, run_by, same_bits, supporting
 from conformance_truth import truth_of
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -164,17 +164,35 @@ def test_chunks_change_nothing_but_roundings(dtype: torch.dtype, device: str) ->
     for chunk_rows in (1, 2, 3, 7, 16, 36, 37, 1000, None):
         options = (-100, 0.1, 1e-3, 4.0, "mean", chunk_rows)
         args = (x, weight, target, bias, None, *options)
-        loss, lse, denominators = run_by(FORWARD, "chunked", args)
-        for truth, result in zip(
-            truth_of(FORWARD.name, args), (loss, lse, denominators), strict=True
-        ):
+        results = run_by(FORWARD, "chunked", args)
+        for truth, result in zip(truth_of(FORWARD.name, args), results, strict=True):
             assert truth.roundings(result) <= 4.0, chunk_rows
         dloss = torch.tensor(1.5, device=device)
-        more = (x, weight, target, bias, None, dloss, None, lse, denominators)
+        _, _, denominators, stats = results
+        more = (x, weight, target, bias, None, dloss, None, stats, denominators)
         args = (*more, *options, True, True, True)
         results = run_by(BACKWARD, "chunked", args)
         for truth, result in zip(truth_of(BACKWARD.name, args), results, strict=True):
             assert truth.roundings(result) <= 4.0, chunk_rows
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_stats_are_those_of_the_logits(dtype: torch.dtype, device: str) -> None:
+    """A number near the largest logit, and the sum of powers relative to it; 0 of ignored rows."""
+    x, weight, bias, target = inputs(37, 515, 24, dtype, device)
+    target[::5] = -100
+    for softcap in (None, 4.0):
+        args = (x, weight, target, bias, None, -100, 0.0, 0.0, softcap, "mean", 8)
+        truth = truth_of(FORWARD.name, args)[1]
+        for variant in supporting(FORWARD, args):
+            _, _, _, stats = run_by(FORWARD, variant.name, args)
+            largest, total = stats.double().unbind(-1)
+            assert not stats[target == -100].any()
+            counted = target != -100
+            lse = torch.where(counted, largest + total.log(), 0.0)
+            assert truth.roundings(lse) <= 4.0, variant.name
+            assert (total[counted] >= (0.99 if variant.name == "library" else 1.0)).all()
 
 
 def test_sums_over_chunks_are_not_rounded_on_the_way() -> None:
@@ -280,7 +298,7 @@ def test_the_lse_of_the_registered_op_has_a_gradient() -> None:
     x, weight, bias, target = inputs(dtype=torch.float64)
     own, theirs = leaves(x, weight, bias), leaves(x, weight, bias)
     for chunk_rows in (None, 2):
-        _, lse, _ = FORWARD.overload(
+        _, lse, *_ = FORWARD.overload(
             own[0], own[1], target, own[2], None, -100, 0.1, 0.0, 2.0, "none", chunk_rows
         )
         v = 2.0 * torch.tanh(F.linear(*theirs) / 2.0)
@@ -458,8 +476,8 @@ def test_the_truth_notices_a_small_error() -> None:
             for position, (truth, result) in enumerate(
                 zip(truth_of(op.name, args), op.reference(*args), strict=True)
             ):
-                if not result.numel():
-                    continue
+                if not result.numel() or result.shape[-1:] == (2,):
+                    continue  # stats: see the test of them
                 assert truth.roundings(result) <= 2.5
                 wrong = result.clone().view(-1)
                 wrong[wrong.abs().argmax()] *= 1 + 2.0**-5

@@ -67,7 +67,7 @@ GRADIENTS: list[Wrong] = [
     ("dloss", ones(4), ArgumentError, [r"shape \(\) with reduction 'mean'", r"got \(4,\)"]),
     ("dloss", TARGET, DtypeError, [FLOATS, "int64"]),
     ("dlse", ones(3), ArgumentError, [r"shape \(4,\)", r"got \(3,\)"]),
-    ("lse", ones(4, 1), ArgumentError, [r"shape \(4,\)", r"got \(4, 1\)"]),
+    ("stats", ones(4), ArgumentError, [r"shape \(4, 2\)", r"got \(4,\)"]),
     ("denominators", ones(1), ArgumentError, [r"shape \(2,\)", r"got \(1,\)"]),
     ("x_grad", 1, DtypeError, ["True or False", "int"]),
     ("weight_grad", None, DtypeError, ["True or False", "NoneType"]),

@@ -71,9 +71,9 @@ def watched(op: Any, args: tuple[Any, ...]) -> tuple[Memory, Any]:
 
 
 def backward_of(args: tuple[Any, ...], *needed: bool) -> tuple[Any, ...]:
-    _, lse, denominators = FORWARD.run(*args)
-    dloss = torch.ones((), dtype=lse.dtype, device=lse.device)
-    return *args[:5], dloss, None, lse, denominators, *args[5:], *needed
+    _, _, denominators, stats = FORWARD.run(*args)
+    dloss = torch.ones((), dtype=stats.dtype, device=stats.device)
+    return *args[:5], dloss, None, stats, denominators, *args[5:], *needed
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -107,9 +107,9 @@ def cross_entropy_calls(name: str) -> Iterator[Arguments]:
         for classes in (None, weight):
             forward = (logits, target, classes, -100, *middle, True)
             if name == "cross_entropy_backward":
-                loss, lse, denominators = OPS["cross_entropy"].run(*forward)
+                loss, lse, denominators, stats = OPS["cross_entropy"].run(*forward)
                 dlse = None if classes is None else torch.randn_like(lse)
-                saved = (logits, target, lse, denominators, classes)
+                saved = (logits, target, stats, denominators, classes)
                 yield torch.randn_like(loss), dlse, *saved, -100, *middle, 0, 0
             else:
                 yield forward
@@ -128,8 +128,8 @@ def linear_cross_entropy_calls(name: str) -> Iterator[Arguments]:
         if name == "linear_cross_entropy":
             yield forward
             continue
-        loss, lse, denominators = OPS["linear_cross_entropy"].run(*forward)
-        saved = (torch.randn_like(loss), None, lse, denominators)
+        loss, _, denominators, stats = OPS["linear_cross_entropy"].run(*forward)
+        saved = (torch.randn_like(loss), None, stats, denominators)
         wanted = (True, True, True) if options["reduction"] == "mean" else (True, False, False)
         yield *tensors, *saved, -100, *middle, None, *wanted
 

@@ -65,7 +65,7 @@ extern unsigned long long idle_spins;  // turns of spinning fibers since anythin
 const Range* find_range(const char* what, unsigned long long address, unsigned bytes, bool writes);
 // `what` names the call in messages, and tells calls apart by its address.
 unsigned long long exchange(const char* what, unsigned mask, unsigned long long value, unsigned source);
-inline constexpr char sync_name[] = "__syncwarp", shuffle_name[] = "__shfl_xor_sync";
+inline constexpr char sync_name[] = "__syncwarp", shuffle_name[] = "__shfl_xor_sync", any_name[] = "any_lane";
 unsigned lane();
 const char* launch(void (*invoke)(const void*, const void*), const void* kernel, const Shape& shape,
                    const void* params, unsigned shared_alignment);
@@ -181,6 +181,7 @@ inline T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32) 
 inline float emulated_rsqrt(float value) { return float(1.0 / std::sqrt(double(value))); }
 
 inline float __uint_as_float(unsigned bits) { return emulation::float_of(bits); }
+inline float __fmul_rn(float a, float b) { return a * b; }
 inline unsigned __float_as_uint(float value) { return emulation::bits_of(value); }
 
 inline int min(int a, int b) { return a < b ? a : b; }
@@ -213,6 +214,12 @@ inline float reciprocal_fast(float value) {
   return std::fabs(result) < 0x1p-126f ? 0.0f * result : result;
 }
 inline float max_nan(float a, float b) { return a != a ? a : b != b ? b : std::fmax(a, b); }
+inline bool any_lane(bool so) {
+  unsigned long long found = so;
+  for (unsigned distance = 1; distance < 32; distance *= 2)
+    found |= emulation::exchange(emulation::any_name, 0xffffffffu, found, emulation::lane() ^ distance);
+  return found != 0;
+}
 inline void stop_grid() { emulation::fail("the kernel stopped the grid"); }
 
 unsigned atomic_add_release(unsigned* pointer, unsigned value);

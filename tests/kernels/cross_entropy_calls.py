@@ -16,7 +16,7 @@ def cross_entropy_calls(
 ) -> Iterator[tuple[str, tuple[Any, ...]]]:
     rows, columns = logits.shape[:-1], logits.shape[-1]
     target = torch.empty(rows, dtype=torch.int64, device="meta")
-    lse = torch.empty(rows, dtype=torch.float32, device="meta")
+    stats = torch.empty((*rows, 2), dtype=torch.float32, device="meta")
     dloss = torch.empty((), dtype=torch.float32, device="meta")
     denominators = torch.empty(2, dtype=torch.float32, device="meta")
     # Weight, smoothing, softcap.
@@ -29,7 +29,7 @@ def cross_entropy_calls(
         yield "cross_entropy_one_pass", (logits, target, *options, False)
         yield (
             "cross_entropy_backward",
-            (dloss, None, logits, target, lse, denominators, *options, 0, 0),
+            (dloss, None, logits, target, stats, denominators, *options, 0, 0),
         )
         if own is None:
             shard = (0, 2 * columns, -100, softcap, smoothing != 0.0)

@@ -106,14 +106,14 @@ class Case:
             return logits, target, first, classes, -100, self.softcap, bool(self.smoothing)
         if self.op != "cross_entropy_backward":
             return logits, target, *options, self.return_lse
-        _, lse, denominators = CROSS_ENTROPY.reference(
+        _, _, denominators, stats = CROSS_ENTROPY.reference(
             logits, torch.where(target < columns, target, 0), *options, True
         )
         rows = self.shape[:-1] if self.reduction == "none" else ()
         dloss = 0.5 + torch.rand(rows, generator=generator)
         dlse = torch.randn(self.shape[:-1], generator=generator) if self.dlse else None
         shard = (first, classes) if self.shards > 1 else (0, 0)
-        return dloss, dlse, logits, target, lse, denominators, *options, *shard
+        return dloss, dlse, logits, target, stats, denominators, *options, *shard
 
     def problem(self, args: tuple[Any, ...]) -> Problem:
         return OPS[self.op].problem(*args, device=self.device)

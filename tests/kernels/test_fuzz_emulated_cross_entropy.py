@@ -144,14 +144,14 @@ class Call:
             return logits, target, *options, self.return_lse
         known = torch.where((target >= 0) & (target < columns), target.long(), 0)
         known = torch.where(target == self.ignore_index, target.long(), known)
-        _, lse, denominators = OPS["cross_entropy"].reference(logits, known, *options, True)
+        _, _, denominators, stats = OPS["cross_entropy"].reference(logits, known, *options, True)
         rows = leading if reduction == "none" else ()
         dloss = self.factor.tensor((*rows, 1), torch.float32).squeeze(-1)
         dlse = None
         if case.dlse:
             dlse = replace(self.factor, seed=9).tensor((*leading, 1), torch.float32).squeeze(-1)
         shard = (first, classes) if case.shards > 1 else (0, 0)
-        return dloss, dlse, logits, target, lse, denominators, *options, *shard
+        return dloss, dlse, logits, target, stats, denominators, *options, *shard
 
 
 @st.composite

@@ -322,6 +322,7 @@ def test_no_op_gives_a_tensor_of_tokens_by_vocabulary() -> None:
         assert (sizes.largest <= model.lm_head.weight.numel()) == patched
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe", "gpt2"])
 def test_on_a_gpu_with_less_than_half_of_the_memory(name: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from gristmill.bench.suites import Task
+from gristmill.ops.cross_entropy import reference
 from gristmill.ops.registry import OPS
 from gristmill.select.copies import rotate, rotation_count
 from gristmill.select.device import device_of
@@ -60,22 +61,42 @@ def compared(task: Task, outputs: Any) -> Any:
     return tuple(outputs[index] for index in task.kind.outputs)
 
 
+def terms_of(task: Task, args: Arguments) -> torch.Tensor | None:
+    """How large the terms of a result are that may cancel, in its dtype; None if none do.
+
+    Of ``y * dy - y * sum(dy * y)`` torch's kernel for CUDA rounds the products dy * y to the dtype,
+    those in the sum too. Each is off by u = eps / 2 of its size, so dx is off by no more than u of
+    ``|y| * (|dy| + sum(|dy * y|))``, and as much again by its own rounding. Where a row sees two
+    columns and their dy are alike, that is any number of times of what is left of dx.
+    """
+    if task.op != "softmax_backward":
+        return None
+    dy, y, *_ = args
+    step = max(1, (1 << 26) // max(1, y.shape[-1]))
+    rows = (one.reshape(-1, one.shape[-1]).split(step) for one in (dy, y))
+    sums = [(d.float() * p.float()).abs().sum(-1, keepdim=True) for d, p in zip(*rows, strict=True)]
+    both = torch.cat(sums).view(*y.shape[:-1], 1)
+    sizes: torch.Tensor = dy.abs().add_(both.to(dy.dtype)).mul_(y.abs())
+    return sizes
+
+
 def _names(task: Task) -> list[str]:
     return [argument.name for argument in OPS[task.op].overload._schema.arguments]
 
 
 def _by_rows(x: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """One fp32 value per row; by chunks, as a whole fp32 copy of x would be twice x."""
+    """fp32 values of each row; by chunks, as a whole fp32 copy of x would be twice x."""
     rows = x.reshape(-1, x.shape[-1])
     step = max(1, (1 << 26) // x.shape[-1])
-    return torch.cat([function(part.float()) for part in rows.split(step)]).view(x.shape[:-1])
+    found = torch.cat([function(part.float()) for part in rows.split(step)])
+    return found.view(*x.shape[:-1], *found.shape[1:])
 
 
 def _row_losses(logits: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
     """What a backward of losses of single rows gets: each has a gradient of its own."""
     return {
         "dloss": torch.randn(target.shape, device=target.device),
-        "lse": _by_rows(logits, lambda rows: rows.logsumexp(-1)),
+        "stats": _by_rows(logits, lambda rows: reference.stats_of(rows, None)),
         "denominators": torch.empty(0, device=target.device),
     }
 

@@ -36,7 +36,7 @@ class _Plan(NamedTuple):
 
 def linear_cross_entropy_of(
     x: Any, weight: Any, target: Any, bias: Any, class_weight: Any, *options: Any
-) -> tuple[torch.Tensor, None, None]:
+) -> tuple[torch.Tensor, None, None, None]:
     """:func:`gristmill.linear_cross_entropy` where one of the tensors is a DTensor."""
     if isinstance(x, torch.Tensor) and torch.is_autocast_enabled(x.device.type):
         autocast = LINEAR_CROSS_ENTROPY.autocast
@@ -75,8 +75,8 @@ def linear_cross_entropy_of(
         chunk_rows,
     )
     if options[4] == "none":
-        return places.wrapped(loss, mesh, plan.x, target.shape), None, None
-    return places.wrapped(loss, mesh, everywhere, torch.Size()), None, None
+        return places.wrapped(loss, mesh, plan.x, target.shape), None, None, None
+    return places.wrapped(loss, mesh, everywhere, torch.Size()), None, None, None
 
 
 def _check(x: Any, weight: Any, target: Any, bias: Any, class_weight: Any) -> DeviceMesh:
@@ -138,15 +138,17 @@ class _Function(torch.autograd.Function):
     ) -> torch.Tensor:
         tensors = (x, weight, target, bias, class_weight)
         if vocabulary:
-            each, lse = local_linear_loss.forward(*tensors[:4], vocabulary, options, chunk_rows)
+            each, lse, stats = local_linear_loss.forward(
+                *tensors[:4], vocabulary, options, chunk_rows
+            )
         else:
             # Each row without its z_loss, which has a denominator of its own.
             own = options._replace(z_loss=0.0, reduction="none")
             args = (*tensors, *own[2:7], chunk_rows)
             if torch.compiler.is_compiling():
-                each, lse, _ = LINEAR_CROSS_ENTROPY.overload(*args)
+                each, lse, _, stats = LINEAR_CROSS_ENTROPY.overload(*args)
             else:
-                each, lse, _ = LINEAR_CROSS_ENTROPY.call(tensors, args)
+                each, lse, _, stats = LINEAR_CROSS_ENTROPY.call(tensors, args)
         # lse of ignored rows is 0, and so is their part of this.
         squares = (
             options.z_loss * rounded(lse, torch.float64).square() if options.z_loss > 0 else None
@@ -160,7 +162,7 @@ class _Function(torch.autograd.Function):
             penalty = None if squares is None else squares.sum()
             total = each.sum(dtype=torch.float64)
             loss, denominators = reduced(total, penalty, counts, rows, lse.dtype)
-        ctx.save_for_backward(*tensors, lse, denominators)
+        ctx.save_for_backward(*tensors, stats, denominators)
         ctx.options, ctx.chunk_rows = options, chunk_rows
         keep_modes(ctx)
         return loss
@@ -170,19 +172,19 @@ class _Function(torch.autograd.Function):
         places.refuse_second_gradient(
             NAME, "torch.nn.functional.linear and torch.nn.functional.cross_entropy"
         )
-        x, weight, target, bias, class_weight, lse, denominators = ctx.saved_tensors
+        x, weight, target, bias, class_weight, stats, denominators = ctx.saved_tensors
         options: Options = ctx.options
         x_grad, weight_grad, bias_grad = ctx.needs_input_grad[:3]
         bias_grad = bias is not None and bias_grad
         wanted = (x_grad, weight_grad, bias_grad)
         with modes_of(ctx):
             if options.classes:
-                parts, numbers = (x, weight, target, bias), (dloss, lse, denominators)
+                parts, numbers = (x, weight, target, bias), (dloss, stats, denominators)
                 dx, dweight, dbias = local_linear_loss.backward(
                     parts, numbers, options, ctx.chunk_rows, wanted
                 )
             else:
-                tensors = (x, weight, target, bias, class_weight, dloss, None, lse, denominators)
+                tensors = (x, weight, target, bias, class_weight, dloss, None, stats, denominators)
                 args = (*tensors, *options[2:7], ctx.chunk_rows, *wanted)
                 dx, dweight, dbias = LINEAR_CROSS_ENTROPY_BACKWARD.call_in_backward(tensors, args)
         found = (

@@ -32,7 +32,7 @@ _INSTEAD = "torch.nn.functional.cross_entropy"
 
 def cross_entropy_of(
     logits: Any, target: Any, weight: Any, *options: Any
-) -> tuple[torch.Tensor, torch.Tensor, None]:
+) -> tuple[torch.Tensor, torch.Tensor, None, None]:
     """:func:`gristmill.cross_entropy` where one of the tensors is a DTensor: loss and lse."""
     CROSS_ENTROPY.check(logits, target, weight, *options)
     tensors = {"logits": logits, "target": target, "weight": weight}
@@ -55,6 +55,7 @@ def cross_entropy_of(
         else places.wrapped(loss, mesh, everywhere, torch.Size()),
         places.wrapped(lse, mesh, rows, target.shape),
         None,
+        None,
     )
 
 
@@ -72,11 +73,11 @@ def _loss_and_lse(
         loss, lse = _Function.apply(logits, target, weight, *groups, options)  # type: ignore[no-untyped-call]
         return loss, lse
     if torch.compiler.is_compiling():
-        loss, lse, _ = CROSS_ENTROPY.overload(logits, target, weight, *more)
+        loss, lse, *_ = CROSS_ENTROPY.overload(logits, target, weight, *more)
         return loss, lse
     logits = _Once.apply(logits)  # type: ignore[no-untyped-call]
     tensors = (logits, target, weight)
-    loss, lse, _ = CROSS_ENTROPY.call(tensors, (*tensors, *more))
+    loss, lse, *_ = CROSS_ENTROPY.call(tensors, (*tensors, *more))
     return loss, lse
 
 
@@ -109,19 +110,19 @@ class _Function(torch.autograd.Function):
         if vocabulary:
             own = shard_numbers(logits, target, options)
             numbers = gather_numbers(own, logits.shape[-1], vocabulary, options)
-            each, exact = by_row(numbers, target, options)
+            each, exact, exact_stats = by_row(numbers, target, options)
             dtype = own.dtype
-            lse = rounded(exact, dtype)
+            lse, stats = rounded(exact, dtype), rounded(exact_stats, dtype)
             loss = rounded(each, dtype) if options.reduction == "none" else each.sum()
             penalty = None
         else:
-            loss, penalty, lse = _local_parts(logits, target, weight, options)
+            loss, penalty, lse, stats = _local_parts(logits, target, weight, options)
             dtype = lse.dtype
         denominators = lse.new_empty(0)
         if options.reduction != "none":
             counts = counts_of(target, weight, logits.shape[-1], options)
             loss, denominators = reduced(loss, penalty, counts, rows, dtype)
-        keep(ctx, (logits, target, lse, denominators, weight), options)
+        keep(ctx, (logits, target, stats, denominators, weight), options)
         return loss, lse
 
     @staticmethod
@@ -132,8 +133,8 @@ class _Function(torch.autograd.Function):
 
 def _local_parts(
     logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, options: Options
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Of rows with all their classes: the loss, the part of z_loss if that is apart, and lse."""
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """Of rows with all their classes: loss, the part of z_loss if it is apart, lse and stats."""
     # Where the weights' sum is one denominator and the count of rows the other.
     is_apart = options.reduction == "mean" and weight is not None and options.z_loss > 0
     reduction = "none" if options.reduction == "none" else "sum"
@@ -150,13 +151,13 @@ def _local_parts(
         options.return_lse,
     )
     if torch.compiler.is_compiling():
-        loss, lse, _ = CROSS_ENTROPY.overload(*args)
+        loss, lse, _, stats = CROSS_ENTROPY.overload(*args)
     else:
-        loss, lse, _ = CROSS_ENTROPY.call((logits, target, weight), args)
+        loss, lse, _, stats = CROSS_ENTROPY.call((logits, target, weight), args)
     if not is_apart:
-        return loss, None, lse
+        return loss, None, lse, stats
     counted = rounded(lse, torch.float64).masked_fill(target == options.ignore_index, 0.0)
-    return loss, options.z_loss * counted.square().sum(), lse
+    return loss, options.z_loss * counted.square().sum(), lse, stats
 
 
 def counts_of(

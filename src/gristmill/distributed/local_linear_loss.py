@@ -35,8 +35,8 @@ def forward(
     groups: Sequence[dist.ProcessGroup],
     options: Options,
     chunk_rows: int | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss of each row in fp64, without its z_loss, and lse, which is 0 of ignored rows."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of each row the loss in fp64, without its z_loss, lse, which is 0 if ignored, and stats."""
     (classes, columns), count = weight.shape, math.prod(target.shape)
     rows, targets = x.reshape(count, columns), target.reshape(count)
     most = chunks.forward_blocks(_sizes(x, weight, count, chunk_rows)).rows
@@ -47,8 +47,8 @@ def forward(
     numbers = 4 if options.label_smoothing > 0 else 3
     own = torch.cat(found) if found else x.new_empty((0, numbers), dtype=accumulator(x.dtype))
     told = gather_numbers(own, classes, groups, options)
-    each, lse = by_row(told, target, options._replace(z_loss=0.0, return_lse=False))
-    return each, rounded(lse, own.dtype)
+    each, lse, stats = by_row(told, target, options._replace(z_loss=0.0, return_lse=False))
+    return each, rounded(lse, own.dtype), rounded(stats, own.dtype)
 
 
 def backward(
@@ -60,12 +60,12 @@ def backward(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """This rank's part of the gradients of x, weight and bias, of those that are wanted.
 
-    `tensors` are x, weight, target and bias; `gradients` that of the loss, lse and denominators.
+    `tensors` are x, weight, target and bias; `gradients` that of the loss, stats and denominators.
     """
     x, weight, target, bias = tensors
-    dloss, lse, denominators = gradients
+    dloss, stats, denominators = gradients
     (_, columns), count = weight.shape, math.prod(target.shape)
-    rows, targets, sums = x.reshape(count, columns), target.reshape(count), lse.reshape(count)
+    rows, targets, sums = x.reshape(count, columns), target.reshape(count), stats.reshape(count, 2)
     by_each = dloss.reshape(count) if options.reduction == "none" else None
     precise = accumulator(x.dtype)
     x_grad, weight_grad, bias_grad = wanted
@@ -100,12 +100,12 @@ def _gradient(
     dloss: torch.Tensor,
     logits: torch.Tensor,
     target: torch.Tensor,
-    lse: torch.Tensor,
+    stats: torch.Tensor,
     denominators: torch.Tensor,
     more: tuple[Any, ...],
 ) -> torch.Tensor:
     """Of the logits of some rows."""
-    tensors = (dloss, None, logits, target, lse, denominators, None)
+    tensors = (dloss, None, logits, target, stats, denominators, None)
     found: torch.Tensor = CROSS_ENTROPY_BACKWARD.call_in_backward(tensors, (*tensors, *more))
     return found
 

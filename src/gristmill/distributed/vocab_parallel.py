@@ -100,6 +100,7 @@ def vocab_parallel_cross_entropy(
               \mathrm{loss} = \mathrm{lse} - v_t
 
     One all-gather of three numbers a row (four with label smoothing); none in the backward pass.
+    M and the sum of the :math:`s_r e^{m_r - M}` are kept apart for it, of any size.
 
     Args:
         logits: ``(..., V_local)``: this rank's classes, which follow those of the rank before it.
@@ -208,8 +209,8 @@ class _Function(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         own = shard_numbers(logits, target, options)
         numbers = gather_numbers(own, logits.shape[-1], (group,), options)
-        loss, lse, denominators = combined(numbers, target, options)
-        keep(ctx, (logits, target, lse, denominators, None), options)
+        loss, lse, denominators, stats = combined(numbers, target, options)
+        keep(ctx, (logits, target, stats, denominators, None), options)
         return loss, lse
 
     @staticmethod
@@ -218,7 +219,7 @@ class _Function(torch.autograd.Function):
 
 
 def keep(ctx: Any, tensors: tuple[torch.Tensor | None, ...], options: Options) -> None:
-    """For `logits_gradient`: logits, target, lse, denominators and the weights of classes."""
+    """For `logits_gradient`: logits, target, stats, denominators and the weights of classes."""
     ctx.save_for_backward(*tensors)
     ctx.options = options
     keep_modes(ctx)
@@ -229,11 +230,11 @@ def logits_gradient(
     ctx: Any, dloss: torch.Tensor | None, dlse: torch.Tensor | None
 ) -> torch.Tensor:
     """Of this rank's logits; the denominators are those of all rows, so that nothing is sent."""
-    logits, target, lse, denominators, weight = ctx.saved_tensors
+    logits, target, stats, denominators, weight = ctx.saved_tensors
     options: Options = ctx.options
     if dloss is None:
-        dloss = lse.new_zeros(target.shape if options.reduction == "none" else ())
-    tensors = (dloss, dlse, logits, target, lse, denominators, weight)
+        dloss = stats.new_zeros(target.shape if options.reduction == "none" else ())
+    tensors = (dloss, dlse, logits, target, stats, denominators, weight)
     more = (*options[2:7], options.first_class, options.classes)
     with modes_of(ctx):
         dlogits: torch.Tensor = CROSS_ENTROPY_BACKWARD.call_in_backward(tensors, (*tensors, *more))
@@ -277,10 +278,10 @@ def gather_numbers(
 
 def combined(
     gathered: torch.Tensor, target: torch.Tensor, options: Options
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Loss, lse and denominators from the numbers of all ranks."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Loss, lse, denominators and stats from the numbers of all ranks."""
     dtype = gathered.dtype
-    loss, lse = by_row(gathered, target, options)
+    loss, lse, stats = by_row(gathered, target, options)
     denominators = gathered.new_empty(0)
     if options.reduction != "none":
         loss = loss.sum()
@@ -288,7 +289,7 @@ def combined(
         count = (target != options.ignore_index).sum()
         loss = loss / count
         denominators = count.to(dtype).expand(2).contiguous()
-    return rounded(loss, dtype), rounded(lse, dtype), denominators
+    return rounded(loss, dtype), rounded(lse, dtype), denominators, rounded(stats, dtype)
 
 
 def rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -302,8 +303,8 @@ def rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def by_row(
     gathered: torch.Tensor, target: torch.Tensor, options: Options
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss and lse of each row, from the numbers of all ranks, added up in their order.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Loss, lse and stats of each row, from the numbers of all ranks, added up in their order.
 
     In fp64, to be rounded once: these are few numbers, and what is left of a difference to the
     unsharded op is that op's own rounding.
@@ -311,23 +312,30 @@ def by_row(
     numbers = rounded(gathered, torch.float64)
     fits = _fit(numbers[:, -1, :3], options.classes)
     largest, sums, logits, *totals = numbers[:, :-1].unbind(-1)
-    largest_of_all = largest.amax(0)
-    # Never -infinity: of a row of nothing else that would leave NaN where torch has -infinity.
-    base = largest_of_all.masked_fill(largest_of_all == -torch.inf, 0.0)
-    log_sum = _added(sums * torch.exp(largest - base)).log()
+    base = _never_infinite(largest.amax(0))
+    total = _added(sums * torch.exp(largest - base))
+    log_sum = total.log()
     lse = torch.where(fits, base + log_sum, torch.nan).view(target.shape)
+    stats = torch.where(fits, torch.stack((base, total), -1), torch.nan).view(*target.shape, 2)
     # One rank has the target, the others have 0. What logits have in common goes first.
     loss = (base - _added(logits)) + log_sum
     smoothing = options.label_smoothing
     if totals:
-        mean = _added(totals[0]) / options.classes
-        loss = (1.0 - smoothing) * loss + smoothing * ((base - mean) + log_sum)
+        # Each rank's is a sum of distances from its own largest.
+        local = numbers[:, -1, 1].unsqueeze(-1)
+        distances = _added(totals[0] + local * (_never_infinite(largest) - base))
+        loss = (1.0 - smoothing) * loss + smoothing * (log_sum - distances / options.classes)
     ignored = target == options.ignore_index
     loss = torch.where(fits, loss, torch.nan).view(target.shape).masked_fill(ignored, 0.0)
     counted = lse.masked_fill(ignored, 0.0)
     if options.z_loss:
         loss = loss + options.z_loss * counted.square()
-    return loss, lse if options.return_lse else counted
+    return loss, lse if options.return_lse else counted, stats
+
+
+def _never_infinite(largest: torch.Tensor) -> torch.Tensor:
+    """What numbers are subtracted from: never -infinity, which would leave NaN behind."""
+    return largest.masked_fill(largest == -torch.inf, 0.0)
 
 
 def _fit(places: torch.Tensor, classes: int) -> torch.Tensor:

@@ -23,7 +23,7 @@ from gristmill.ops.registry import OPS
 TASKS = ("cross_entropy", "cross_entropy_bwd", "cross_entropy_fwd_bwd", "cross_entropy_train")
 COARSE = {"eager": frozenset(TASKS)}
 # Positions in the arguments of the backward op.
-DLOSS, LOGITS, TARGET, LSE = 0, 2, 3, 4
+DLOSS, LOGITS, TARGET, STATS = 0, 2, 3, 4
 
 
 def plain_forward(logits: Tensor, target: Tensor) -> Tensor:
@@ -42,6 +42,12 @@ def plain_backward(dloss: Tensor, logits: Tensor, target: Tensor, lse: Tensor) -
     columns = torch.arange(logits.shape[-1], device=logits.device)
     there = columns == target.unsqueeze(-1)
     return (torch.where(there, share - 1, share) * dloss.unsqueeze(-1)).to(logits.dtype)
+
+
+def _lse(args: tuple[Any, ...]) -> Tensor:
+    """What other libraries' backward passes get in the place of our stats."""
+    stats: Tensor = args[STATS]
+    return stats[..., 0] + stats[..., 1].log()
 
 
 def _eager_rows(logits: Tensor, target: Tensor) -> Tensor:
@@ -110,9 +116,10 @@ def _inductor_forward(sets: Sets) -> Function:
 
 def _inductor_backward(sets: Sets) -> Function:
     function = compiled(plain_backward)
+    lses = ahead(sets, LOGITS, _lse)
 
-    def run(dloss: Tensor, dlse: None, logits: Tensor, target: Tensor, lse: Tensor, *_: Any) -> Any:
-        return function(dloss, logits, target, lse)
+    def run(dloss: Tensor, dlse: None, logits: Tensor, target: Tensor, *_: object) -> Any:
+        return function(dloss, logits, target, lses[logits.data_ptr()])
 
     return run
 
@@ -137,8 +144,10 @@ def _quack_forward(sets: Sets) -> Function:
 def _quack_backward(sets: Sets) -> Function:
     from quack.cross_entropy import cross_entropy_bwd
 
-    def run(dloss: Tensor, dlse: None, logits: Tensor, target: Tensor, lse: Tensor, *_: Any) -> Any:
-        return cross_entropy_bwd(logits, target, dloss, lse)
+    lses = ahead(sets, LOGITS, _lse)
+
+    def run(dloss: Tensor, dlse: None, logits: Tensor, target: Tensor, *_: object) -> Any:
+        return cross_entropy_bwd(logits, target, dloss, lses[logits.data_ptr()])
 
     return run
 

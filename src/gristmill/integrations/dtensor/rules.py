@@ -57,9 +57,11 @@ def _softmax(call: Call) -> Sharding:
 
 _LOGITS = {
     "logits": "rows v",
-    **dict.fromkeys(("target", "lse", "dlse"), "rows"),
+    **dict.fromkeys(("target", "dlse"), "rows"),
+    "stats": "rows two",
     "weight": "v",
 }
+_STATS = Result("rows two")
 
 
 def _losses(call: Call) -> tuple[Result, Result, str]:
@@ -77,7 +79,7 @@ def _losses(call: Call) -> tuple[Result, Result, str]:
 
 def _cross_entropy(call: Call) -> Sharding:
     loss, denominators, along = _losses(call)
-    return Sharding(_LOGITS, (loss, Result("rows"), denominators), along)
+    return Sharding(_LOGITS, (loss, Result("rows"), denominators, _STATS), along)
 
 
 def _cross_entropy_one_pass(call: Call) -> Sharding:
@@ -110,14 +112,15 @@ def _scale_gradient(call: Call) -> Sharding:
 _HIDDEN = {
     "x": "rows k",
     "weight": "v k",
-    **dict.fromkeys(("target", "lse", "dlse"), "rows"),
+    **dict.fromkeys(("target", "dlse"), "rows"),
+    "stats": "rows two",
     **dict.fromkeys(("bias", "class_weight"), "v"),
 }
 
 
 def _linear_cross_entropy(call: Call) -> Sharding:
     loss, denominators, along = _losses(call)
-    return Sharding(_HIDDEN, (loss, Result("rows"), denominators), along)
+    return Sharding(_HIDDEN, (loss, Result("rows"), denominators, _STATS), along)
 
 
 def _linear_cross_entropy_backward(call: Call) -> Sharding:

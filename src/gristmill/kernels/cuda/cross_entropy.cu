@@ -2,9 +2,12 @@
 //
 //     loss = (1 - e) * w_t * (lse - v_t) + e / V * sum_j w_j * (lse - v_j) + z * lse^2        e: label smoothing
 //
-// A row is read once and nothing of it is kept: each thread carries the largest exponent so far and the sum of the terms
-// relative to it (MaxAndSum), and a team of threads (team.cuh) joins those. So rows may be of any length; what counts is
+// A row is read once and nothing of it is kept: each thread carries the largest logit so far and the sum of the terms
+// relative to it (LogitTerms), and a team of threads (team.cuh) joins those. So rows may be of any length; what counts is
 // how many loads are under way. A second, small kernel adds up the rows in a fixed order.
+//
+// Large logits are subtracted from each other before they are scaled, in a second run over such a row (see FAR): exact for
+// any offset, and no overflow.
 #include "labels.cuh"
 #include "team.cuh"
 
@@ -14,16 +17,22 @@ struct ForwardParams {
     Labels labels;
     Options options;
     float *loss, *lse;            // [rows]
-    float* shard;                 // [rows][3 or 4], in the place of both
+    float* stats;                 // [rows][2]: the largest logit, 0 if all are -infinity, and the sum of exp(v - largest)
+    float* shard;                 // [rows][3 or 4], in the place of all three
     unsigned columns, share;      // share: vectors of a row per block
     unsigned all_rows;            // lse of ignored rows is wanted, too
 };
+
+DEVICE void put_stats(float* stats, long long row, float largest, float sum) {
+    const unsigned bits[2] = {__float_as_uint(largest), __float_as_uint(sum)};
+    store_global<8>(stats + 2 * row, bits);
+}
 
 // What a thread knows of its part of the row.
 template <bool CAPPED, bool SMOOTH>
 struct Share {
     const Cap<CAPPED> cap;
-    MaxAndSum terms;
+    LogitTerms terms;
     Distances distances;
 
     template <class T, int VEC, int COUNT>
@@ -34,13 +43,14 @@ struct Share {
 #pragma unroll
             for (int k = 0; k < VEC; k++) largest = fmaxf(largest, x[i].get(k));
         largest = cap(largest);
-        terms.raise(largest * LOG2E);
-        const float zero = MaxAndSum::base(terms.value[0]);
+        const float before = terms.value[0];
+        terms.raise(largest);
+        const float zero = terms.zero();
 #pragma unroll
         for (int i = 0; i < COUNT; i++)
 #pragma unroll
             for (int k = 0; k < VEC; k++) terms.value[1] += exp2_fast(fmaf(cap(x[i].get(k)), LOG2E, -zero));
-        if constexpr (SMOOTH) distances.anchor_at(largest);
+        if constexpr (SMOOTH) distances.raise(before, terms.value[0]);
     }
 
     template <class Vector>
@@ -51,7 +61,7 @@ struct Share {
 };
 
 // UNROLL vectors of VEC elements under way at once, twice as many with AHEAD: the next ones are on their way while these
-// are added. SHARD: the logits are some of all classes, and the sums are what is wanted, that of v too if SMOOTH.
+// are added. SHARD: the logits are some of all classes, and the sums are what is wanted, that of v - largest too if SMOOTH.
 template <class X, bool NESTED, Scope SCOPE, int LANES, int VEC, int UNROLL, bool AHEAD, bool RAGGED, bool CAPPED,
           bool SMOOTH, bool WEIGHTS, bool SHARD, int BOUND>
 __global__ void __launch_bounds__(BOUND) cross_entropy_forward(const ForwardParams p) {
@@ -86,7 +96,7 @@ __global__ void __launch_bounds__(BOUND) cross_entropy_forward(const ForwardPara
     const bool wanted = active && (SHARD || p.all_rows || !label.ignored);
     const bool writer = active && team.thread == 0 && team.member == 0;
     if (SCOPE != WARP && !wanted) {
-        if (writer) put_float(p.loss + row, 0.0f), put_float(p.lse + row, 0.0f);
+        if (writer) put_float(p.loss + row, 0.0f), put_float(p.lse + row, 0.0f), put_stats(p.stats, row, 0.0f, 0.0f);
         team.finish();
         return;
     }
@@ -111,8 +121,12 @@ __global__ void __launch_bounds__(BOUND) cross_entropy_forward(const ForwardPara
         if constexpr (SMOOTH) {
             Packed<float, VEC> weight;
             if constexpr (WEIGHTS) load<Weight>(weight, p.labels.weight + at * VEC);
+            else mine.distances.weigh(VEC);
 #pragma unroll
-            for (int k = 0; k < VEC; k++) mine.distances.add(mine.cap(x.get(k)), WEIGHTS ? weight.get(k) : 1.0f);
+            for (int k = 0; k < VEC; k++) {
+                if constexpr (WEIGHTS) mine.distances.weigh(weight.get(k));
+                mine.distances.add(mine.cap(x.get(k)), WEIGHTS ? weight.get(k) : 1.0f, mine.terms.value[0]);
+            }
         }
     };
     const auto add = [&](const Vector(&x)[UNROLL], unsigned at) {
@@ -160,40 +174,62 @@ __global__ void __launch_bounds__(BOUND) cross_entropy_forward(const ForwardPara
         for (int side = 0; side < 2; side++) {
             if (!edge_here(side)) continue;
             if constexpr (CAPPED) mine.add_one(edges[side]);
-            if constexpr (SMOOTH) mine.distances.add(mine.cap(edges[side].get(0)), 1.0f);
+            if constexpr (SMOOTH) mine.distances.weigh(1.0f), mine.distances.add(mine.cap(edges[side].get(0)), 1.0f, mine.terms.value[0]);
         }
     }
 
+    const float top = mine.terms.value[0];
     team.reduce(mine.terms);
-    const RowLoss sums(mine.terms.value[0], mine.terms.value[1]);
-    const float lse = sums.lse();
+    float largest = mine.terms.value[0], sum = mine.terms.sum();
+    // The sum of w * (v - lse), of a shard that of w * (v - largest).
     Sums<1> distances;
     if constexpr (SMOOTH) {
-        distances.value[0] = mine.distances.from(SHARD ? -mine.distances.anchor : sums.below(mine.distances.anchor));
+        distances.value[0] = mine.distances.above(SHARD ? largest - top : RowLoss(largest, sum).below(top));
         team.reduce(distances);
     }
+    const bool far = wanted && is_far(largest);
+    if (team.any(far)) {
+        const unsigned columns = far ? p.columns : 0, first = team.member * team.threads + team.thread, step = team.members * team.threads;
+        const T* x_row = Place<NESTED>(active ? afresh(row) : 0, p.inner_rows).template in<const T>(p.logits);
+        MaxAndSum terms;
+        terms.unit = LOG2E;
+        each_element(x_row, first, columns, step, [&](float x, unsigned) { add_logit(terms, mine.cap(x)); });
+        team.reduce(terms);
+        if (far) largest = terms.value[0], sum = terms.value[1];
+        if constexpr (SMOOTH) {
+            const RowLoss sums(largest, sum);
+            Sums<1> apart;
+            each_element(x_row, first, columns, step, [&](float x, unsigned column) {
+                const float v = mine.cap(x), weight = WEIGHTS ? float_at(p.labels.weight + column) : 1.0f;
+                apart.value[0] = fmaf(-weight, SHARD ? sums.largest - v : sums.below(v), apart.value[0]);
+            });
+            team.reduce(apart);
+            if (far) distances = apart;
+        }
+    }
+    const RowLoss sums(largest, sum);
     team.finish();
     if (!writer) return;
     const float v = mine.cap(target_logit.get(0));
     if constexpr (SHARD) {
-        // The largest v as a float: `zero` may lie beside it by a rounding, which the sum makes good.
-        const float largest = mine.terms.value[0] == -INFINITY ? -INFINITY : sums.largest * LN2;
-        const float zero = MaxAndSum::base(largest);
         float* out = p.shard + row * (SMOOTH ? 4 : 3);
         put_float(out, largest);
-        put_float(out + 1, mine.terms.value[1] * exp2_fast(fmaf(-zero, LOG2E, sums.largest)));
+        put_float(out + 1, sum);
         put_float(out + 2, label.ignored ? 0.0f : here ? v : label.weight == label.weight ? 0.0f : label.weight);
         if constexpr (SMOOTH) put_float(out + 3, distances.value[0]);
         return;
     }
+    const float lse = sums.lse();
     float loss = 0.0f;
     if (!label.ignored) {
-        loss = (1.0f - p.options.smoothing) * label.weight * (here ? sums.loss(v) : 0.0f);
+        loss = (1.0f - p.options.smoothing) * label.weight * (here ? sums.below(v) : 0.0f);
         if constexpr (SMOOTH) loss = fmaf(-p.options.smoothing / static_cast<float>(p.columns), distances.value[0], loss);
-        loss = fmaf(p.options.z_loss * lse, lse, loss);
+        if (p.options.z_loss != 0.0f) loss = fmaf(p.options.z_loss * lse, lse, loss);
     }
     put_float(p.loss + row, loss);
     put_float(p.lse + row, wanted ? lse : 0.0f);
+    // Of a NaN or +infinity all is NaN.
+    put_stats(p.stats, row, !wanted ? 0.0f : sum == sum ? sums.largest : sum, wanted ? sum : 0.0f);
 }
 
 struct TotalParams {

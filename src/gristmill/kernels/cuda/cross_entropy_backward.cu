@@ -1,6 +1,7 @@
-// Cross entropy, backward: from logits and each row's lse to the gradient of the logits, element by element.
+// Cross entropy, backward: from logits and what the forward pass knows of each row to the gradient of the logits, element
+// by element.
 //
-//     dv_j = p_j * all - [j is the target] * target - w_j * each        p_j = exp(v_j - lse), see Slopes
+//     dv_j = exp(v_j - largest) * all - w_j * each - [j is the target] * target        see Slopes
 //     dx_j = dv_j * (1 - (v_j / softcap)^2)
 //
 // Nothing is agreed on, so a row may be shared by any number of blocks. Rows that take no part are not read.
@@ -12,7 +13,7 @@ struct BackwardParams {
     Labels labels;
     Options options;
     const float *loss_gradient, *lse_gradient;   // [rows], the first one number if `per_row` is 0; the second may be null
-    const float *lse, *denominators;             // [rows]; the two denominators of a mean, or null
+    const float *stats, *denominators;           // [rows][2], see RowLoss; the two denominators of a mean, or null
     unsigned columns, share, members;            // share: vectors of a row per block; members: blocks per row
     unsigned per_row;
 };
@@ -44,12 +45,20 @@ __global__ void __launch_bounds__(BOUND) cross_entropy_backward(const BackwardPa
     const float loss_gradient = float_at(p.loss_gradient + (p.per_row ? row : 0));
     const float weights = p.denominators ? float_at(p.denominators) : 1.0f;
     const float count = p.denominators ? float_at(p.denominators + 1) : 1.0f;
-    const float lse = float_at(p.lse + row);
+    const float largest = float_at(p.stats + 2 * row), sum = float_at(p.stats + 2 * row + 1);
     const bool nothing = label.ignored && lse_gradient == 0.0f;
-    Slopes slopes(p.labels, p.options, label, lse, loss_gradient / weights, loss_gradient / count, lse_gradient);
-    // p = 2^(v / ln 2 - zero) * rest: the rounding of lse / ln 2 goes into a factor of the whole row.
-    const float zero = lse * LOG2E;
-    slopes.all *= exp2_fast(-fmaf(lse, LOG2E, -zero));
+    Slopes slopes;
+    slopes.set<SMOOTH>(p.labels, p.options, label, sum, [&] { return RowLoss(largest, sum).lse(); }, loss_gradient, weights,
+                       count, lse_gradient);
+    // Huge gradients have no room for a factor.
+    const bool far = is_far(largest) || !(fabsf(slopes.all) < 1e30f);
+    // Exponents have their rounding of the largest one in common: it goes into a factor of the whole row.
+    const float zero = exponent_of(largest);
+    if (!far) {
+        const float common = fmaf(largest, LOG2E, -zero);
+        slopes.all *= exp2_fast(-common);
+        if (sum == 1.0f) slopes.alone(exp2_fast(common));
+    }
     const bool here = label.within(p.columns);
     const unsigned target = here ? static_cast<unsigned>(label.column) : ~0u;
     const Cap<CAPPED> cap{p.options.softcap, p.options.inverse_softcap};
@@ -57,15 +66,20 @@ __global__ void __launch_bounds__(BOUND) cross_entropy_backward(const BackwardPa
     const Place<NESTED> place(row, p.inner_rows);
     const T* x_row = place.template in<const T>(p.logits);
     T* out_row = place.template in<T>(p.gradient);
-    const auto slope = [&](float x, float weight, bool is_target) {
+    // Products and differences are rounded apart: of a target that is alone they are to cancel.
+    const auto slope = [&](float x, float weight, bool far) {
         float ratio = 0.0f, v = x;
         if constexpr (CAPPED) ratio = cap.ratio(x), v = cap.softcap * ratio;
-        float value = exp2_fast(fmaf(v, LOG2E, -zero));
-        if constexpr (SMOOTH) value = fmaf(value, slopes.all, -slopes.each * weight);
-        else value *= slopes.all;
-        if (is_target) value -= slopes.target;
-        if constexpr (CAPPED) value *= fmaf(-ratio, ratio, 1.0f);
+        // Logits that are made a second time may be rounded otherwise: none is above the largest.
+        const float power = exp2_fast(far ? max_nan(largest - v, 0.0f) * -LOG2E : fmaf(v, LOG2E, -zero));
+        float value = SMOOTH ? fmaf(power, slopes.all, -slopes.each * weight) : __fmul_rn(power, slopes.all);
+        if constexpr (CAPPED) value = __fmul_rn(value, fmaf(-ratio, ratio, 1.0f));
         return value;
+    };
+    const auto slope_of_target = [&](float x) {
+        if constexpr (!CAPPED) return slopes.target;
+        const float ratio = cap.ratio(x);
+        return __fmul_rn(slopes.target, fmaf(-ratio, ratio, 1.0f));
     };
     const auto put = [&](const Vector& x, unsigned column) {
         float value[VEC];
@@ -76,7 +90,7 @@ __global__ void __launch_bounds__(BOUND) cross_entropy_backward(const BackwardPa
         if (target - column < VEC) {
 #pragma unroll
             for (int k = 0; k < VEC; k++)
-                if (target - column == k) value[k] = slope(x.get(k), WEIGHTS ? weight.get(k) : 1.0f, true);
+                if (target - column == k) value[k] -= slope_of_target(x.get(k));
         }
         Vector out;
         out.set(value);
@@ -84,6 +98,17 @@ __global__ void __launch_bounds__(BOUND) cross_entropy_backward(const BackwardPa
     };
 
     const Span<RAGGED, VEC> span(x_row, p.columns);
+    if (far && !nothing) {
+        const unsigned members = LANES > 0 ? 1 : p.members;
+        each_element(x_row, member * threads + thread, p.columns, members * threads, [&](float x, unsigned column) {
+            Packed<T, 1> out;
+            float value = slope(x, WEIGHTS ? float_at(p.labels.weight + column) : 1.0f, true);
+            if (column == target) value -= slope_of_target(x);
+            out.set({value});
+            store<One>(out_row + column, out);
+        });
+        return;
+    }
     const unsigned begin = max(member * p.share, span.first) + thread, end = min(member * p.share + p.share, span.last);
     const auto edge_here = [&](int side) { return member == 0 && span.has_edge(side, thread, p.columns); };
     Packed<T, 1> edges[2];
@@ -116,7 +141,9 @@ __global__ void __launch_bounds__(BOUND) cross_entropy_backward(const BackwardPa
             if (!edge_here(side)) continue;
             const unsigned column = span.edge(side, thread);
             Packed<T, 1> out;
-            out.set({nothing ? 0.0f : slope(edges[side].get(0), 1.0f, column == target)});
+            float value = nothing ? 0.0f : slope(edges[side].get(0), 1.0f, false);
+            if (column == target && !nothing) value -= slope_of_target(edges[side].get(0));
+            out.set({value});
             store<One>(out_row + column, out);
         }
 }

@@ -168,6 +168,9 @@ DEVICE float max_nan(float a, float b) {
     return result;
 }
 
+// Whether it is so in any lane of the warp.
+DEVICE bool any_lane(bool so) { return __any_sync(0xffffffffu, so); }
+
 // For floats that are not negative, as bits, too: they are ordered like integers, NaN above all.
 DEVICE void atomic_max(unsigned* pointer, unsigned value) {
     asm volatile("red.relaxed.gpu.global.max.u32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");

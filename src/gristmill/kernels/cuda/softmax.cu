@@ -2,7 +2,8 @@
 //
 //     v = scale * x [+ mask]      or -infinity, where a bool mask is false and beyond the causal limit
 //
-// A row with nobody in it gives zeros, or -infinity. What lies beyond the causal limit is not read; its zeros are written.
+// A row with nobody in it gives zeros, or -infinity; a row of which a NaN or +infinity takes part is NaN, the hidden columns
+// too, as that softmax is. What lies beyond the causal limit is not read; its zeros are written.
 #include "softmax_limits.cuh"
 #include "softmax_rows.cuh"
 
@@ -108,7 +109,7 @@ struct MaskedExponents {
     static DEVICE float power(float above) { return exp2_fast(LOG ? above * LOG2E : above); }
 };
 
-template <class Y, bool LOG, bool RAGGED, bool IN_L1>
+template <class Y, bool LOG, bool CAUSAL, bool HOLD, bool RAGGED, bool IN_L1>
 struct WriteSoftmax {
     using Element = typename Y::type;
     static constexpr bool exponents = LOG;
@@ -122,6 +123,9 @@ struct WriteSoftmax {
         if constexpr (LOG) last = sum == 0.0f ? 0.0f : logf(sum);
         else last = sum == 0.0f ? 0.0f : 1.0f / sum;
     }
+
+    // The hidden columns: of a row that is held all, else those whose zeros, written while it came, have to be NaN.
+    DEVICE bool takes(unsigned column) const { return CAUSAL && (HOLD || last != last) && starts_before<RAGGED>(column, end); }
 
     template <int VEC>
     DEVICE void vector(unsigned column, const float (&value)[VEC], float factor) const {
@@ -168,9 +172,11 @@ __global__ void __launch_bounds__(BOUND) softmax_forward(const SoftmaxParams<Mas
         const bool active = row < p.source.rows;   // else a team of a warp that waits for the others
         const Place<NESTED> place(row, p.source.inner_rows);
         // As for RMSNorm: stores that pass L1 by are for rows that come straight.
-        WriteSoftmax<Y, LOG, RAGGED, FEED != STRAIGHT> write(place.template in<typename Y::type>(p.y), share.end);
+        WriteSoftmax<Y, LOG, CAUSAL && one_row(FEED), HOLD, RAGGED, FEED != STRAIGHT> write(
+            place.template in<typename Y::type>(p.y), CAUSAL && !active ? 0 : share.end);
         if constexpr (FEED == STRAIGHT) feed.arrive(row);
-        if constexpr (CAUSAL) write_rest<RAGGED, VEC>(column, active ? read : 0, active ? share.end : 0, write);
+        if constexpr (CAUSAL && one_row(FEED) && !HOLD)
+            write_rest<RAGGED, VEC>(column, active ? read : 0, active ? share.end : 0, write);
         if constexpr (FEED != STRAIGHT) feed.arrive(row);
         const auto exponents = exponents_of<Mask, LOG, PLAIN, CAUSAL, RAGGED>(p, row);
         softmax_row<HOLD, RAGGED, VEC, RAGGED ? 1 : Mask::present ? 2 : 4>(
@@ -192,7 +198,7 @@ __global__ void __launch_bounds__(BOUND) softmax_forward_twice(const SoftmaxPara
     const unsigned read = CAUSAL ? share.read(p.causal.limit(team.index, p.columns)) : share.end;
     wait_for_previous_grid();
     const auto exponents = exponents_of<Mask, LOG, PLAIN, CAUSAL, RAGGED>(p, team.index);
-    WriteSoftmax<Y, LOG, RAGGED, true> write(place.template in<typename Y::type>(p.y), share.end);
+    WriteSoftmax<Y, LOG, false, false, RAGGED, true> write(place.template in<typename Y::type>(p.y), share.end);
     softmax_row_twice<X, RAGGED, VEC, UNROLL>(team, row, share.begin + team.thread * VEC, team.threads * VEC, read, share.end,
                                               exponents, write);
     team.finish();

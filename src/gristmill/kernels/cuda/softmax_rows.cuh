@@ -18,6 +18,7 @@
 //                                  2^(e - largest); -INFINITY and 0 of a row with nobody in it
 //   vector(column, value, factor)  for each vector: 2^(e - largest) is value[k] * factor, or, if `exponents` is true,
 //                                  e - largest is value[k], as above() counts; what does not take part has 0, or -INFINITY
+//   takes(column)                  whether it wants the vector there, too, of which nothing takes part
 //
 // Terms are taken relative to the largest of each thread's own values and corrected by one factor at the end, so that an
 // element costs one power of two. Nothing is subtracted from -INFINITY but numbers: no NaN that was not in the row.
@@ -115,9 +116,11 @@ DEVICE void softmax_row(Members& team, Supply& feed, long long row, const unsign
     const float factor = HOLD && !Epilogue::exponents ? exp2_fast((own - zero) * state.unit) : 1.0f;
     epilogue.row(state.value[0], state.value[1]);
     each_vector<rolled, AT_ONCE>(column, [&](int i, unsigned here) {
-        if (!starts_before<RAGGED>(here, read)) return;
         auto& value = kept[HOLD ? i : 0];
-        if constexpr (HOLD) {
+        if (!starts_before<RAGGED>(here, read)) {
+            if (!epilogue.takes(here)) return;
+            if constexpr (!HOLD) leave_out<Epilogue::exponents>(value);
+        } else if constexpr (HOLD) {
             if constexpr (Epilogue::exponents) to_values<true>(exponents, zero, value);
         } else {
             feed.get(x, other, i, here);

@@ -65,6 +65,13 @@ struct Team {
         else return row < rows;
     }
 
+    // Whether it is so anywhere that must go the same way: teams that share a warp share its shuffles. Of one team all
+    // threads ask the same.
+    DEVICE bool any(bool so) const {
+        if constexpr (SCOPE == WARP && LANES < 32) return any_lane(so);
+        else return so;
+    }
+
     DEVICE void finish() const {
         if constexpr (SCOPE == CLUSTER)
             if (round == 0) cluster_wait();   // nothing was agreed on: still pair the arrival

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from gristmill.ops.by_row import Kinds, by_row, each_alone
+from gristmill.ops.by_row import Kinds, by_row
 from gristmill.ops.cross_entropy import reference
 
 
 def _kinds(*args: Any) -> Kinds:
     reduction = args[7]
-    return "row" if reduction == "none" else "whole", "row", "whole"
+    return "row" if reduction == "none" else "whole", "row", "whole", "row"
 
 
 cross_entropy = by_row(reference.cross_entropy, rows=(0, 1), results=_kinds)
@@ -42,12 +42,9 @@ def cross_entropy_one_pass(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     if not target.numel():
         return reference.cross_entropy_one_pass(logits, target, *options)
-    loss, lse, denominators = cross_entropy(logits, target, *options)
-
-    def gradient(_: int, row: torch.Tensor, label: torch.Tensor) -> list[torch.Tensor]:
-        return [reference.one_pass_gradient(denominators, row, label, *options)]
-
-    return loss, lse, *each_alone(gradient, (logits, target), target.shape)
+    loss, lse, denominators, stats = cross_entropy(logits, target, *options)
+    rest = (logits, target, stats, denominators, *options[:-1], 0, 0)
+    return loss, lse, cross_entropy_backward(loss.new_ones(()), None, *rest)
 
 
 def cross_entropy_one_pass_(

@@ -22,9 +22,9 @@ Lay = Callable[[torch.Tensor], torch.Tensor]
 def forward_cost(
     logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, *options: Any
 ) -> Cost:
-    """Logits and targets are read; loss and lse are a few bytes a row, and counted."""
+    """Logits and targets are read; what is written of a row is a few bytes, and counted."""
     numbers = accumulator(logits.dtype).itemsize
-    rows = 2 if options[-2] == "none" else 1
+    rows = 4 if options[-2] == "none" else 3
     moved = _bytes(logits) + _bytes(target) + _bytes(weight) + rows * numbers * target.numel()
     return Cost(moved, 4 * logits.numel())
 
@@ -32,8 +32,10 @@ def forward_cost(
 def one_pass_cost(
     logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, *options: Any
 ) -> Cost:
+    """As forward and backward, but for what one would leave to the other."""
     forward = forward_cost(logits, target, weight, *options)
-    return Cost(forward.bytes + _bytes(logits), 7 * logits.numel())
+    stats = 2 * accumulator(logits.dtype).itemsize * target.numel()
+    return Cost(forward.bytes - stats + _bytes(logits), 7 * logits.numel())
 
 
 def backward_cost(
@@ -41,12 +43,12 @@ def backward_cost(
     dlse: torch.Tensor | None,
     logits: torch.Tensor,
     target: torch.Tensor,
-    lse: torch.Tensor,
+    stats: torch.Tensor,
     denominators: torch.Tensor,
     weight: torch.Tensor | None,
     *options: Any,
 ) -> Cost:
-    small = (target, lse, dlse, weight, dloss if dloss.dim() else None)
+    small = (target, stats, dlse, weight, dloss if dloss.dim() else None)
     return Cost(2 * _bytes(logits) + sum(_bytes(one) for one in small), 5 * logits.numel())
 
 
@@ -74,12 +76,17 @@ def backward_example(
     logits = normal(shape, dtype, device)
     own = accumulator(dtype)
     dloss = torch.ones((), dtype=own, device=device)
-    rows = shape[:-1]
-    lse = normal(rows, own, device) if logits.is_meta else torch.logsumexp(logits.to(own), -1)
-    count = max(1.0, float(lse.numel()))
+    target = _targets(shape, device)
+    count = max(1.0, float(target.numel()))
     denominators = torch.full((2,), count, dtype=own, device=device)
+    # A reduction of a meta tensor imports sympy, which takes 0.2 s.
+    stats = (
+        torch.empty((*target.shape, 2), dtype=own, device=device)
+        if logits.is_meta
+        else reference.stats_of(logits, None)
+    )
     options = (None, _IGNORE, 0.0, 0.0, None, "mean", 0, 0)
-    return dloss, None, logits, _targets(shape, device), lse, denominators, *options
+    return dloss, None, logits, target, stats, denominators, *options
 
 
 def shard_example(
@@ -298,15 +305,15 @@ def _backward(
     options: tuple[Any, ...] = (weight, *_options(spread))
     first = columns = 0
     if spread.shards > 1:
-        # What lse of all shards might be: that of this one, and a little more.
+        # What the stats of all shards might be: those of this one, and a little more.
         first, columns = spread.shape[-1], spread.shape[-1] * spread.shards
-        lse = torch.logsumexp(reference._capped(logits, spread.softcap), -1) + 1.0
+        stats = reference.stats_of(logits, spread.softcap) + 1.0
         denominators = logits.new_full((2,), float(max(1, target.numel())), dtype=own)
         if spread.reduction != "mean":
             denominators = logits.new_empty(0, dtype=own)
     else:
         forward: tuple[Any, ...] = (logits, target, *options, spread.return_lse)
-        _, lse, denominators = reference.cross_entropy(*forward)
+        _, _, denominators, stats = reference.cross_entropy(*forward)
     rows = target.shape if spread.reduction == "none" else ()
     dloss = (0.5 + torch.rand(rows, generator=generator)).to(own).to(device)
     if one:
@@ -316,7 +323,7 @@ def _backward(
         dlse = torch.randn(target.shape, generator=generator).to(own).to(device)
         if not spread.return_lse:
             dlse = dlse.masked_fill(target == spread.ignore_index, 0.0)
-    return dloss, dlse, logits, target, lse, denominators, *options, first, columns
+    return dloss, dlse, logits, target, stats, denominators, *options, first, columns
 
 
 def _shard(spread: Spread, device: torch.device | str, seed: int) -> Arguments:

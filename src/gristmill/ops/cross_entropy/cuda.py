@@ -27,8 +27,8 @@ SOURCE = "cross_entropy.cu"
 # Labels: target, weight, ignore_index, first, classes, wide, debug. Options: four floats, and the
 # sum of the weights.
 LABELS, OPTIONS = "QQqqqII", "ffffQ"
-# ForwardParams: logits, rows, labels, options, loss, lse, shard, columns, share, all_rows.
-FORWARD_PARAMS = struct.Struct(f"<Qqqqq{LABELS}{OPTIONS}QQQIII")
+# ForwardParams: logits, rows, labels, options, loss, lse, stats, shard, columns, share, all_rows.
+FORWARD_PARAMS = struct.Struct(f"<Qqqqq{LABELS}{OPTIONS}QQQQIII")
 # TotalParams: loss, lse, labels, total, denominators, rows, meeting, z_loss.
 TOTAL_PARAMS = struct.Struct(f"<QQ{LABELS}QQqQQI4xf")
 
@@ -174,9 +174,7 @@ class ForwardVariant(StreamVariant):
             logits: torch.Tensor,
             labels: Labels,
             options: Options,
-            loss: int,
-            lse: int,
-            shard: int,
+            outputs: tuple[int, int, int, int],
             all_rows: bool,
         ) -> None:
             start(
@@ -188,9 +186,7 @@ class ForwardVariant(StreamVariant):
                 inner_rows,
                 *labels,
                 *options,
-                loss,
-                lse,
-                shard,
+                *outputs,
                 columns,
                 share,
                 all_rows,
@@ -274,10 +270,11 @@ def _plan_forward(
         softcap: float | None,
         reduction: str,
         return_lse: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         device = logits.device
         losses = torch.empty(target.shape, dtype=torch.float32, device=device)
         lse = torch.empty(target.shape, dtype=torch.float32, device=device)
+        stats = torch.empty((*target.shape, 2), dtype=torch.float32, device=device)
         mean = reduction == "mean"
         denominators = torch.empty(2 if mean else 0, dtype=torch.float32, device=device)
         rows = packed(logits) if copied else logits
@@ -286,9 +283,10 @@ def _plan_forward(
         # Under "mean" z-loss has a denominator of its own, if targets are weighted.
         apart = mean and weight is not None and z_loss != 0.0
         options = options_of(label_smoothing, 0.0 if apart else z_loss, softcap, None)
-        run(rows, labels, options, losses.data_ptr(), lse.data_ptr(), 0, return_lse)
+        outputs = (losses.data_ptr(), lse.data_ptr(), stats.data_ptr(), 0)
+        run(rows, labels, options, outputs, return_lse)
         if add_up is None:
-            return losses, lse, denominators
+            return losses, lse, denominators, stats
         total = torch.empty((), dtype=torch.float32, device=device)
         add_up(
             losses,
@@ -299,7 +297,7 @@ def _plan_forward(
             z_loss,
             device,
         )
-        return total, lse, denominators
+        return total, lse, denominators, stats
 
     return plan
 
@@ -321,7 +319,7 @@ def _plan_shard(run: Callable[..., None], copied: bool) -> Callable[..., torch.T
         rows = packed(logits) if copied else logits
         target = target.contiguous()
         labels = labels_of(target, None, ignore_index, first_class, classes, debug)
-        run(rows, labels, options_of(0.0, 0.0, softcap, None), 0, 0, out.data_ptr(), True)
+        run(rows, labels, options_of(0.0, 0.0, softcap, None), (0, 0, 0, out.data_ptr()), True)
         return out
 
     return plan

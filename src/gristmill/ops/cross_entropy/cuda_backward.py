@@ -26,7 +26,7 @@ from gristmill.select.problem import Problem
 from gristmill.settings import settings
 
 SOURCE = "cross_entropy_backward.cu"
-# BackwardParams: logits, gradient, rows, labels, options, gradients of loss and lse, lse,
+# BackwardParams: logits, gradient, rows, labels, options, gradients of loss and lse, stats,
 # denominators, columns, share, members, per_row.
 BACKWARD_PARAMS = struct.Struct(f"<QqqQqqqq{LABELS}{OPTIONS}QQQQIIII")
 # ScaleParams: gradient, rows, factor, columns, per_row.
@@ -71,7 +71,7 @@ class BackwardVariant(StreamVariant):
             dlse: torch.Tensor | None,
             logits: torch.Tensor,
             target: torch.Tensor,
-            lse: torch.Tensor,
+            stats: torch.Tensor,
             denominators: torch.Tensor,
             weight: torch.Tensor | None,
             ignore_index: int,
@@ -87,7 +87,7 @@ class BackwardVariant(StreamVariant):
             per_row = reduction == "none"
             if per_row and not any(dloss.stride()):
                 dloss, per_row = dloss.reshape(-1)[:1], False  # one gradient for all rows
-            dloss, lse = dloss.contiguous(), lse.contiguous()
+            dloss, stats = dloss.contiguous(), stats.contiguous()
             dlse = None if dlse is None else dlse.contiguous()
             smooth_weights = label_smoothing != 0.0 and weight is not None
             total = weight.sum() if smooth_weights and weight is not None else None
@@ -99,7 +99,7 @@ class BackwardVariant(StreamVariant):
             numbers = (
                 dloss.data_ptr(),
                 0 if dlse is None else dlse.data_ptr(),
-                lse.data_ptr(),
+                stats.data_ptr(),
                 denominators.data_ptr() if reduction == "mean" else 0,
             )
             if details.copied:

@@ -99,14 +99,14 @@ def cross_entropy(
         loss, lse = _one_pass(args, one_pass, inplace)
     elif torch.compiler.is_compiling():
         if any_dtensor(logits, target, weight):
-            loss, lse, _ = CROSS_ENTROPY.dispatch(*args)
+            loss, lse, *_ = CROSS_ENTROPY.dispatch(*args)
         elif "cross_entropy" in inline.NAMES:
             CROSS_ENTROPY.check(*args)
-            loss, lse, _ = reference.cross_entropy(*args)
+            loss, lse, *_ = reference.cross_entropy(*args)
         else:
-            loss, lse, _ = CROSS_ENTROPY.traced(*args)
+            loss, lse, *_ = CROSS_ENTROPY.traced(*args)
     else:
-        loss, lse, _ = CROSS_ENTROPY.call((logits, target, weight), args)
+        loss, lse, *_ = CROSS_ENTROPY.call((logits, target, weight), args)
     return (loss, lse) if return_lse else loss
 
 
@@ -120,7 +120,7 @@ def _one_pass(
     logits, target, weight = args[:3]
     if one_pass.is_plain_eager(logits, target, weight):
         if not needs_grad(logits, weight):
-            loss, lse, _ = CROSS_ENTROPY.run(*args)
+            loss, lse, *_ = CROSS_ENTROPY.run(*args)
             return loss, lse
         if inplace:
             one_pass.check_in_place(logits)
@@ -138,7 +138,7 @@ def _one_pass(
     compiling = torch.compiler.is_compiling()
     transformed = is_differentiated_in_trace() if compiling else is_transformed()
     if transformed or not needs_grad(logits, weight):
-        loss, lse, _ = CROSS_ENTROPY.dispatch(*args)
+        loss, lse, *_ = CROSS_ENTROPY.dispatch(*args)
         return loss, lse
     loss, lse, _ = CROSS_ENTROPY_ONE_PASS.dispatch(*args)
     return loss, lse
@@ -154,7 +154,7 @@ def _one_pass_of_dtensors(
             "cross_entropy: inplace must be False where logits are a DTensor, got True: their "
             "gradient is made from what all ranks have found"
         )
-    loss, lse, _ = CROSS_ENTROPY.dispatch(*args)
+    loss, lse, *_ = CROSS_ENTROPY.dispatch(*args)
     return loss, lse.detach()
 
 
@@ -165,7 +165,8 @@ def cross_entropy_backward(
 
     .. math:: dv_j = p_j A - [j = t] B - w_j C, \qquad dx_j = dv_j (1 - (v_j / softcap)^2)
 
-    with :math:`p_j = e^{v_j - lse}`, g the gradient of the row's loss over its denominator,
+    with :math:`p_j = e^{v_j - m} / s`, where ``stats`` are m, the largest v of the row, and s, its
+    sum of :math:`e^{v_j - m}`; g the gradient of the row's loss over its denominator,
     :math:`B = g (1 - e) w_t`, :math:`C = g e / V`,
     :math:`A = B + C \sum_j w_j + 2 z\, g_z\, lse + dlse`. Takes the arguments of the torch op.
     """
@@ -179,27 +180,27 @@ def cross_entropy_backward(
 def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     logits, target, weight, *options, return_lse = inputs
     one_pass.refuse_weight_gradient(weight is not None and ctx.needs_input_grad[2])
-    _, lse, denominators = output
-    ctx.save_for_backward(logits, target, lse, denominators, weight)
+    _, _, denominators, stats = output
+    ctx.save_for_backward(logits, target, stats, denominators, weight)
     ctx.options, ctx.return_lse = options, return_lse
-    ctx.mark_non_differentiable(denominators)
+    ctx.mark_non_differentiable(denominators, stats)
     ctx.set_materialize_grads(False)
 
 
 def _backward_forward(
-    ctx: Any, dloss: torch.Tensor | None, dlse: torch.Tensor | None, _: Any
+    ctx: Any, dloss: torch.Tensor | None, dlse: torch.Tensor | None, *_: Any
 ) -> tuple[Any, ...]:
-    logits, target, lse, denominators, weight = ctx.saved_tensors
+    logits, target, stats, denominators, weight = ctx.saved_tensors
     nothing = (None,) * (len(ctx.options) + 3)
     if dloss is None and dlse is None:
         return None, *nothing
     ignore_index, *_, reduction = ctx.options
     if dloss is None:
-        dloss = lse.new_zeros(target.shape if reduction == "none" else ())
+        dloss = stats.new_zeros(target.shape if reduction == "none" else ())
     if dlse is not None and not ctx.return_lse:
         # lse of an ignored row was not computed: it is a constant.
         dlse = dlse.masked_fill(target == ignore_index, 0.0)
-    rest = (logits, target, lse, denominators, weight, *ctx.options, 0, 0)
+    rest = (logits, target, stats, denominators, weight, *ctx.options, 0, 0)
     return cross_entropy_backward(dloss, dlse, *rest), *nothing
 
 
@@ -232,7 +233,7 @@ def _no_gradient(name: str, instead: str) -> Gradient:
 
 CROSS_ENTROPY = ShardedOp(
     name="cross_entropy",
-    schema=f"(Tensor logits, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    schema=f"(Tensor logits, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
     summary="the cross entropy of rows of logits and their target classes",
     check=semantics.check_forward,
     outputs=semantics.outputs_forward,
@@ -298,6 +299,7 @@ CROSS_ENTROPY_ONE_PASS_ = Op(
     ),
     defaults=_DEFAULTS,
     indices={"target": ("logits", -1)},
+    instead="gristmill.cross_entropy(..., one_pass=True, inplace=True)",
 )
 
 SCALE_GRADIENT_ = Op(
@@ -320,12 +322,13 @@ SCALE_GRADIENT_ = Op(
         ),
     ),
     defaults=(),
+    instead="a product of the two",
 )
 
 CROSS_ENTROPY_BACKWARD = Op(
     name="cross_entropy_backward",
     schema=(
-        "(Tensor dloss, Tensor? dlse, Tensor logits, Tensor target, Tensor lse, "
+        "(Tensor dloss, Tensor? dlse, Tensor logits, Tensor target, Tensor stats, "
         "Tensor denominators, Tensor? weight, int ignore_index, float label_smoothing, "
         "float z_loss, float? softcap, str reduction, int first_class, int classes) -> Tensor"
     ),

@@ -83,7 +83,7 @@ def backward_problem(
     dlse: torch.Tensor | None,
     logits: torch.Tensor,
     target: torch.Tensor,
-    lse: torch.Tensor,
+    stats: torch.Tensor,
     denominators: torch.Tensor,
     weight: torch.Tensor | None,
     ignore_index: int,

@@ -32,14 +32,17 @@ def cross_entropy(
     softcap: float | None,
     reduction: str,
     return_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     v = _capped(logits, softcap)
     rows = _rows(target, weight, ignore_index, 0, logits.shape[-1], v.dtype)
     if return_lse:
-        lse = _shifted(v)[2]
+        _, largest, total = _shifted(v)
+        lse, stats = largest + total.log(), _stats(largest, total)
     # Whatever an ignored row holds: no NaN of it may reach a gradient.
     v = v.masked_fill(rows.ignored.unsqueeze(-1), 0.0)
-    shifted, log_sum, counted = _shifted(v)
+    shifted, largest, total = _shifted(v)
+    log_sum = total.log()
+    counted = largest + log_sum
     # lse - v, with what all logits of a row have in common gone before anything is rounded.
     loss = (1.0 - label_smoothing) * rows.weight * (log_sum - _at(shifted, target))
     if label_smoothing:
@@ -51,9 +54,10 @@ def cross_entropy(
     penalty = (z_loss * counted.square()).masked_fill(rows.ignored, 0.0) if z_loss else None
     if not return_lse:
         lse = counted.masked_fill(rows.ignored, 0.0)
+        stats = _stats(largest, total).masked_fill(rows.ignored.unsqueeze(-1), 0.0)
     denominators = v.new_empty(0)
     if reduction == "none":
-        return (loss if penalty is None else loss + penalty), lse, denominators
+        return (loss if penalty is None else loss + penalty), lse, denominators, stats
     loss = loss.sum()
     if penalty is not None:
         penalty = penalty.sum()
@@ -61,7 +65,7 @@ def cross_entropy(
         denominators = _denominators(rows)
         loss = loss / denominators[0]
         penalty = None if penalty is None else penalty / denominators[1]
-    return (loss if penalty is None else loss + penalty), lse, denominators
+    return (loss if penalty is None else loss + penalty), lse, denominators, stats
 
 
 def cross_entropy_backward(
@@ -69,7 +73,7 @@ def cross_entropy_backward(
     dlse: torch.Tensor | None,
     logits: torch.Tensor,
     target: torch.Tensor,
-    lse: torch.Tensor,
+    stats: torch.Tensor,
     denominators: torch.Tensor,
     weight: torch.Tensor | None,
     ignore_index: int,
@@ -81,52 +85,47 @@ def cross_entropy_backward(
     classes: int,
 ) -> torch.Tensor:
     v = _capped(logits, softcap)
-    p = (v - lse.unsqueeze(-1)).exp()
-    gradients = (dloss, dlse, lse, denominators)
-    options = (weight, ignore_index, label_smoothing, z_loss, softcap, reduction)
-    return _gradient(p, v, target, gradients, options, first_class, classes).to(logits.dtype)
-
-
-def _gradient(
-    p: torch.Tensor,
-    v: torch.Tensor,
-    target: torch.Tensor,
-    gradients: tuple[Any, ...],
-    options: tuple[Any, ...],
-    first_class: int,
-    classes: int,
-) -> torch.Tensor:
-    """From each class's probability to the gradient of its logit."""
-    dloss, dlse, lse, denominators = gradients
-    weight, ignore_index, label_smoothing, z_loss, softcap, reduction = options
+    largest, sums = stats.unbind(-1)
     columns = v.shape[-1]
     classes = classes or columns
     rows = _rows(target, weight, ignore_index, first_class, classes, v.dtype)
-    g = gz = dloss
+    # The gradient of the loss may be as large as numbers get: it is multiplied last, by what is no
+    # larger than its share in a result.
+    g = gz = dloss.new_ones(())
     if reduction == "mean":
-        g, gz = dloss / denominators[0], dloss / denominators[1]
-    at_target = g * (1.0 - label_smoothing) * rows.weight
-    everywhere = g * label_smoothing / max(1, classes)
-    total = classes if weight is None else weight.to(v.dtype).sum()
-    slope = at_target + gz * 2.0 * z_loss * lse
+        g, gz = 1.0 / denominators
+    target_share = own_share = rows.weight
     if label_smoothing:  # else a weight that is NaN, of a class that no row has, would be in all
-        slope = slope + everywhere * total
+        share = label_smoothing / max(1, classes)
+        each = v.new_ones(columns) if weight is None else weight.to(v.dtype)
+        total = classes if weight is None else each.sum()
+        peak = (1.0 - label_smoothing) * rows.weight
+        # With one class both are the same, to the bit.
+        target_share, own_share = peak + share * rows.weight, peak + share * total
+        if weight is None:
+            target_share, own_share = target_share.clamp(max=1.0), own_share.clamp(max=1.0)
+    own_share = own_share * g
+    if z_loss:  # else an infinite lse would be in all
+        own_share = own_share + 2.0 * z_loss * (largest + sums.log()) * gz
+    slope = dloss * (own_share / sums)
     slope = slope.masked_fill(rows.wrong, float("nan")).masked_fill(rows.ignored, 0.0)
     if dlse is not None:
-        slope = slope + dlse
-    dv: torch.Tensor = p * slope.unsqueeze(-1)
-    if label_smoothing:
-        each = v.new_ones(columns) if weight is None else weight.to(v.dtype)
-        everywhere = everywhere.expand(target.shape).masked_fill(rows.ignored, 0.0)
-        dv = dv - everywhere.unsqueeze(-1) * each
+        slope = slope + dlse / sums
+    # Of large logits a rounded lse would have lost the sum. Those that are made twice may be
+    # rounded otherwise: none is above the largest.
+    dv: torch.Tensor = (v - largest.unsqueeze(-1)).clamp(max=0.0).exp() * slope.unsqueeze(-1)
     here = torch.arange(first_class, first_class + columns, device=v.device)
     hit = (target.unsqueeze(-1) == here) & ~(rows.ignored | rows.wrong).unsqueeze(-1)
-    dv = torch.where(hit, dv - at_target.unsqueeze(-1), dv)
+    taken = torch.where(hit, (dloss * (target_share * g)).unsqueeze(-1), 0.0)
+    if label_smoothing:
+        everywhere = (dloss * (share * g)).expand(target.shape).masked_fill(rows.ignored, 0.0)
+        taken = torch.where(hit, taken, everywhere.unsqueeze(-1) * each)
+    dv = dv - taken
     if softcap is not None:
         dv = dv * (1.0 - (v / softcap).square())
     # Rows that take no part were perhaps not even read: whatever is in them, they get zeros.
     nothing = rows.ignored if dlse is None else rows.ignored & (dlse == 0.0)
-    return dv.masked_fill(nothing.unsqueeze(-1), 0.0)
+    return dv.masked_fill(nothing.unsqueeze(-1), 0.0).to(logits.dtype)
 
 
 def cross_entropy_shard(
@@ -142,30 +141,21 @@ def cross_entropy_shard(
     rows = _rows(target, None, ignore_index, first_class, classes, v.dtype)
     local = target - first_class
     largest = _largest(v)
-    total = (v - _base(largest).unsqueeze(-1)).exp().sum(-1)
+    shifted = v - _base(largest).unsqueeze(-1)
+    total = shifted.exp().sum(-1)
     inside = (local >= 0) & (local < logits.shape[-1]) & ~rows.ignored
     logit = torch.where(inside, _at(v, local), 0.0)
     logit = logit.masked_fill(rows.wrong, float("nan"))
     numbers = [largest, total, logit]
-    return torch.stack([*numbers, v.sum(-1)] if sums else numbers, -1)
+    return torch.stack([*numbers, shifted.sum(-1)] if sums else numbers, -1)
 
 
 def cross_entropy_one_pass(
     logits: torch.Tensor, target: torch.Tensor, *options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    loss, lse, denominators = cross_entropy(logits, target, *options)
-    return loss, lse, one_pass_gradient(denominators, logits, target, *options)
-
-
-def one_pass_gradient(
-    denominators: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, *options: Any
-) -> torch.Tensor:
-    """For a unit gradient of the loss, without knowing lse beforehand."""
-    v = _capped(logits, options[4])
-    shifted, log_sum, own = _shifted(v)
-    p = (shifted - log_sum.unsqueeze(-1)).exp()
-    gradients = (own.new_ones(()), None, own, denominators)
-    return _gradient(p, v, target, gradients, options[:-1], 0, 0).to(logits.dtype)
+    loss, lse, denominators, stats = cross_entropy(logits, target, *options)
+    rest = (logits, target, stats, denominators, *options[:-1], 0, 0)
+    return loss, lse, cross_entropy_backward(loss.new_ones(()), None, *rest)
 
 
 def cross_entropy_one_pass_(
@@ -227,11 +217,21 @@ def _base(largest: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """v less its largest, the logarithm of the sum of its powers of e, and that of v itself."""
+    """v less its largest, that largest, and the sum of powers of e of the difference."""
     base = _base(_largest(v.detach()))
     shifted = v - base.unsqueeze(-1)
-    log_sum = shifted.exp().sum(-1).log()
-    return shifted, log_sum, base + log_sum
+    return shifted, base, shifted.exp().sum(-1)
+
+
+def _stats(largest: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """What the backward pass needs of each row; all of it is NaN if there is a NaN or +infinity."""
+    return torch.stack((torch.where(total.isnan(), total, largest), total), -1).detach()
+
+
+def stats_of(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """Of each row the largest v and the sum of exp(v - largest), as the forward pass gives them."""
+    _, largest, total = _shifted(_capped(logits, softcap))
+    return _stats(largest, total)
 
 
 def _at(values: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

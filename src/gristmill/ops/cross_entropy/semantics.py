@@ -39,7 +39,8 @@ def check_forward(
 def check_one_pass_(*args: Any) -> None:
     """Modes of one function, whose name is the one that users know."""
     check_forward(*args)
-    checks.writable("cross_entropy", "logits", args[0])
+    logits, target, weight, *_ = args
+    checks.writes("cross_entropy", {"logits": logits}, {"target": target, "weight": weight})
 
 
 def check_backward(
@@ -47,7 +48,7 @@ def check_backward(
     dlse: Any,
     logits: Any,
     target: Any,
-    lse: Any,
+    stats: Any,
     denominators: Any,
     weight: Any,
     ignore_index: Any,
@@ -67,7 +68,7 @@ def check_backward(
     _check_numbers(op, "dloss", dloss, rows, own, logits)
     if dlse is not None:
         _check_numbers(op, "dlse", dlse, target.shape, own, logits)
-    _check_numbers(op, "lse", lse, target.shape, own, logits)
+    _check_numbers(op, "stats", stats, torch.Size((*target.shape, 2)), own, logits)
     many = torch.Size([2 if reduction == "mean" else 0])
     _check_numbers(op, "denominators", denominators, many, own, logits)
     _check_shard(op, logits, first_class, classes, whole=True)
@@ -99,11 +100,11 @@ def check_scale(gradient: Any, factor: Any) -> None:
     op = "scale_gradient_"
     checks.float_tensor(op, "gradient", gradient)
     checks.has_rows(op, "gradient", gradient)
-    checks.writable(op, "gradient", gradient)
     rows = gradient.shape[:-1]
     if isinstance(factor, torch.Tensor) and factor.dim() == 0:
         rows = torch.Size()
     _check_numbers(op, "factor", factor, rows, accumulator(gradient.dtype), gradient)
+    checks.writes(op, {"gradient": gradient}, {"factor": factor})
 
 
 def check_rows(op: str, logits: Any, target: Any) -> None:
@@ -138,24 +139,25 @@ def outputs_forward(
     softcap: float | None,
     reduction: str,
     return_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     own = accumulator(logits.dtype)
     return (
         logits.new_empty(target.shape if reduction == "none" else (), dtype=own),
         logits.new_empty(target.shape, dtype=own),
         logits.new_empty(2 if reduction == "mean" else 0, dtype=own),
+        logits.new_empty((*target.shape, 2), dtype=own),
     )
 
 
 def outputs_one_pass(
     logits: torch.Tensor, *options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    loss, lse, _ = outputs_forward(logits, *options)
+    loss, lse, *_ = outputs_forward(logits, *options)
     return loss, lse, torch.empty_like(logits)
 
 
 def outputs_one_pass_(logits: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    loss, lse, _ = outputs_forward(logits, *options)
+    loss, lse, *_ = outputs_forward(logits, *options)
     return loss, lse
 
 

@@ -54,9 +54,10 @@ def backward(dtype: torch.dtype) -> Iterator[Kind]:
     for options in _options("mean"):
 
         def make(maker: Maker, options: _Options = options) -> Arguments:
-            lse = maker.per_row(torch.float32)
-            beside = maker.per_row(torch.int64), lse, torch.empty(2, device="meta")
-            return lse[0, 0], None, maker.rows(), *beside, *options.values(maker), 0, 0
+            target, denominators = maker.per_row(torch.int64), torch.empty(2, device="meta")
+            stats = target.new_empty((*target.shape, 2), dtype=torch.float32)
+            beside = target, stats, denominators
+            return denominators[0], None, maker.rows(), *beside, *options.values(maker), 0, 0
 
         yield _kind(make, options)
 

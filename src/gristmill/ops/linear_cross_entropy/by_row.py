@@ -17,7 +17,7 @@ from gristmill.ops.linear_cross_entropy.semantics import accumulator
 
 def _kinds(*args: Any) -> Kinds:
     reduction = args[9]
-    return "row" if reduction == "none" else "whole", "row", "whole"
+    return "row" if reduction == "none" else "whole", "row", "whole", "row"
 
 
 _forward = by_row(reference.linear_cross_entropy, rows=(0, 2), results=_kinds)

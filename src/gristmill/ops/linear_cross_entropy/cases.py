@@ -31,10 +31,10 @@ def forward_cost(
     reduction: str,
     chunk_rows: int | None,
 ) -> Cost:
-    """Inputs once, losses and lse once, the product; logits need not move."""
+    """Inputs once, losses, lse and stats once, the product; logits need not move."""
     rows, (classes, columns) = math.prod(target.shape), weight.shape
     size = semantics.accumulator(x.dtype).itemsize
-    written = rows + (rows if reduction == "none" else 1) + (2 if reduction == "mean" else 0)
+    written = 3 * rows + (rows if reduction == "none" else 1) + (2 if reduction == "mean" else 0)
     read = _read(x, weight, target, bias, class_weight)
     return Cost(read + written * size, 2 * rows * classes * columns)
 
@@ -47,14 +47,14 @@ def backward_cost(
     class_weight: torch.Tensor | None,
     dloss: torch.Tensor,
     dlse: torch.Tensor | None,
-    lse: torch.Tensor,
+    stats: torch.Tensor,
     denominators: torch.Tensor,
     *rest: Any,
 ) -> Cost:
     """Inputs once, gradients once; one product makes the logits, one each of dx and dweight."""
     x_grad, weight_grad, bias_grad = rest[-3:]
     rows, (classes, columns) = math.prod(target.shape), weight.shape
-    read = _read(x, weight, target, bias, class_weight, dloss, dlse, lse, denominators)
+    read = _read(x, weight, target, bias, class_weight, dloss, dlse, stats, denominators)
     written = x_grad * x.numel() + weight_grad * weight.numel() + bias_grad * classes
     products = 1 + x_grad + weight_grad
     return Cost(read + written * x.element_size(), 2 * products * rows * classes * columns)
@@ -87,11 +87,12 @@ def backward_example(
     x, weight, target, *rest = forward_example(shape, dtype, device)
     precise = semantics.accumulator(dtype)
     rows = x.shape[0]
-    # About what the forward pass gives: the truth is a matter of the cases.
-    lse = torch.full((rows,), math.log(max(1, weight.shape[0])) + 0.5, dtype=precise, device=device)
+    # About what the forward pass gives: no logit is above 8. The truth is a matter of the cases.
+    total = max(1, weight.shape[0]) * math.exp(0.5 - 8.0)
+    stats = torch.tensor((8.0, total), dtype=precise, device=device).expand(rows, 2).contiguous()
     counts = torch.full((2,), float(rows), dtype=precise, device=device)
     dloss = torch.ones((), dtype=precise, device=device)
-    tensors = (x, weight, target, None, None, dloss, None, lse, counts)
+    tensors = (x, weight, target, None, None, dloss, None, stats, counts)
     return *tensors, *rest[2:], True, True, False
 
 
@@ -243,11 +244,11 @@ def _forward(spread: Spread, device: torch.device | str, seed: int) -> Arguments
 def _backward(spread: Spread, device: torch.device | str, seed: int) -> Arguments:
     x, weight, target, bias, class_weight, *options = _forward(spread, device, seed)
     tensors = (x, weight, target, bias, class_weight)
-    _, lse, denominators = reference.linear_cross_entropy(*tensors, *options)
+    _, _, denominators, stats = reference.linear_cross_entropy(*tensors, *options)
     generator = torch.Generator().manual_seed(seed + 1)
 
     def drawn(shape: torch.Size) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(lse.dtype).to(device)
+        return torch.randn(shape, generator=generator).to(stats.dtype).to(device)
 
     each = options[4] == "none"
     dloss = drawn(target.shape if each else torch.Size())
@@ -256,7 +257,7 @@ def _backward(spread: Spread, device: torch.device | str, seed: int) -> Argument
     dlse = drawn(target.shape) if spread.dlse else None
     x_grad, weight_grad, bias_grad = spread.grads
     grads = (x_grad, weight_grad, bias_grad and bias is not None)
-    return *tensors, dloss, dlse, lse, denominators, *options, *grads
+    return *tensors, dloss, dlse, stats, denominators, *options, *grads
 
 
 def _some_ignored(target: torch.Tensor) -> torch.Tensor:

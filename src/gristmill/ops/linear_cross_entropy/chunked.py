@@ -78,25 +78,27 @@ def _forward(
     softcap: float | None,
     reduction: str,
     chunk_rows: int | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     (classes, columns), count = weight.shape, math.prod(target.shape)
     rows, targets = x.reshape(count, columns), target.reshape(count)
     precise = semantics.accumulator(x.dtype)
     each, lse = (x.new_empty(target.shape, dtype=precise) for _ in range(2))
+    stats = x.new_empty((*target.shape, 2), dtype=precise)
     logits = _matrix(x.new_empty(min(most, count) * _pitch(classes)), min(most, count), classes)
     # Of each row without its z_loss, which has a denominator of its own.
     options = (class_weight, ignore_index, label_smoothing, 0.0, softcap, "none", False)
     for part in ranges(count, most):
         block = logits[: part.stop - part.start]
         linear_into(block, rows[part], weight, bias)
-        losses, sums, _ = CROSS_ENTROPY.run(block, targets[part], *options)
+        losses, sums, _, found = CROSS_ENTROPY.run(block, targets[part], *options)
         each.view(-1)[part] = losses
         lse.view(-1)[part] = sums
+        stats.view(-1, 2)[part] = found
     del logits
     loss, denominators = reduced(
         each, lse, target, class_weight, classes, ignore_index, z_loss, reduction
     )
-    return loss, lse, denominators
+    return loss, lse, denominators, stats
 
 
 def reduced(
@@ -141,7 +143,7 @@ def _backward(
     class_weight: torch.Tensor | None,
     dloss: torch.Tensor,
     dlse: torch.Tensor | None,
-    lse: torch.Tensor,
+    stats: torch.Tensor,
     denominators: torch.Tensor,
     ignore_index: int,
     label_smoothing: float,
@@ -153,7 +155,7 @@ def _backward(
     weight_grad: bool,
     bias_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    tensors = (x, weight, target, bias, class_weight, dloss, dlse, lse, denominators)
+    tensors = (x, weight, target, bias, class_weight, dloss, dlse, stats, denominators)
     options = (ignore_index, label_smoothing, z_loss, softcap, reduction)
     results = semantics.outputs_backward(
         *tensors, *options, chunk_rows, x_grad, weight_grad, bias_grad
@@ -163,7 +165,7 @@ def _backward(
         for result in results:
             result.zero_()
         return results
-    rows, targets, sums = x.reshape(count, columns), target.reshape(count), lse.reshape(count)
+    rows, targets, sums = x.reshape(count, columns), target.reshape(count), stats.reshape(count, 2)
     # A gradient for each row, or one for all.
     by_row = dloss.reshape(count) if reduction == "none" else None
     of_lse = None

@@ -1,7 +1,7 @@
 """How much of the logits is made at a time.
 
 Logits of M rows and V classes are made block by block, each block within a bound. The forward needs
-whole rows. The backward knows every row's lse and takes any block; which shape is best follows from
+whole rows. The backward has every row's stats and takes any block; which shape is best follows from
 what has to be summed up over blocks, in fp32 for 16-bit tensors:
 
 - a block of whole rows gives its rows of dx at once, and a summand for all of dweight;

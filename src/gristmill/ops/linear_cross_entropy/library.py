@@ -3,7 +3,8 @@
 It knows neither z_loss nor softcap, and on its chunked path neither label smoothing nor int32
 targets. It gives no lse: without class weights that is the loss plus the target's logit, and NaN
 where that is -inf: if all logits are, or with an infinite loss. Its loss has x's dtype, which in 16
-bits is too few for a loss, and for the lse that a gradient starts from.
+bits is too few for a loss, and for the lse that a gradient starts from. Nor does it give a row's
+largest logit: what stats are relative to is lse, and the sum what rounding took from that.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ def _losses(
     assert _TORCH is not None
     options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=rows, chunking_method=None)
     outside = (target < 0) | (target >= weight.shape[0])
+    # torch multiplies what an ignored row gives by 0, and makes NaN of what is not finite in it.
+    x = x.masked_fill((target == ignore_index).unsqueeze(-1), 0.0)
     return _TORCH(
         x.reshape(target.numel(), x.shape[-1]),
         weight,
@@ -95,7 +98,7 @@ def _forward(
     softcap: float | None,
     reduction: str,
     chunk_rows: int | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     classes = weight.shape[0]
     each = _losses(rows, x, weight, target, bias, ignore_index)
     place = target.clamp(0, classes - 1)
@@ -107,7 +110,9 @@ def _forward(
     each = torch.where(ignored, 0.0, each)  # torch has NaN where their logits are not finite
     lse = torch.where(ignored, 0.0, each + logit)
     loss, denominators = reduced(each, lse, target, None, classes, ignore_index, 0.0, reduction)
-    return loss, lse, denominators
+    lost = torch.where(logit.abs() > each, (logit - lse) + each, (each - lse) + logit)
+    stats = torch.stack((lse, torch.where(ignored, 0.0, lost.exp())), -1)
+    return loss, lse, denominators, stats
 
 
 def _backward(
@@ -119,7 +124,7 @@ def _backward(
     class_weight: torch.Tensor | None,
     dloss: torch.Tensor,
     dlse: torch.Tensor | None,
-    lse: torch.Tensor,
+    stats: torch.Tensor,
     denominators: torch.Tensor,
     ignore_index: int,
     label_smoothing: float,

@@ -99,21 +99,21 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             "linear_cross_entropy: class_weight requires grad, and this op has no gradient for it; "
             "pass class_weight.detach()"
         )
-    _, lse, denominators = output
-    ctx.save_for_backward(x, weight, target, bias, class_weight, lse, denominators)
+    _, _, denominators, stats = output
+    ctx.save_for_backward(x, weight, target, bias, class_weight, stats, denominators)
     ctx.options = tuple(options)
     ctx.set_materialize_grads(False)
 
 
 def _backward(
-    ctx: Any, dloss: torch.Tensor | None, dlse: torch.Tensor | None, _: Any
+    ctx: Any, dloss: torch.Tensor | None, dlse: torch.Tensor | None, *_: Any
 ) -> tuple[Any, ...]:
-    x, weight, target, bias, class_weight, lse, denominators = ctx.saved_tensors
+    x, weight, target, bias, class_weight, stats, denominators = ctx.saved_tensors
     x_grad, weight_grad = ctx.needs_input_grad[:2]
     bias_grad = bias is not None and ctx.needs_input_grad[3]
     if dloss is None:
-        dloss = lse.new_zeros(target.shape if ctx.options[4] == "none" else ())
-    tensors = (x, weight, target, bias, class_weight, dloss, dlse, lse, denominators)
+        dloss = stats.new_zeros(target.shape if ctx.options[4] == "none" else ())
+    tensors = (x, weight, target, bias, class_weight, dloss, dlse, stats, denominators)
     dx, dweight, dbias = LINEAR_CROSS_ENTROPY_BACKWARD.call_in_backward(
         tensors, (*tensors, *ctx.options, x_grad, weight_grad, bias_grad)
     )
@@ -142,7 +142,7 @@ LINEAR_CROSS_ENTROPY = ShardedOp(
     schema=(
         "(Tensor x, Tensor weight, Tensor target, Tensor? bias=None, Tensor? class_weight=None, "
         + _OPTIONS.format("=-100", "=0.0", "=None", '="mean"')
-        + ") -> (Tensor, Tensor, Tensor)"
+        + ") -> (Tensor, Tensor, Tensor, Tensor)"
     ),
     summary="the cross entropy of a linear layer, without holding its logits",
     check=semantics.check_forward,
@@ -171,7 +171,7 @@ LINEAR_CROSS_ENTROPY_BACKWARD = Op(
     name="linear_cross_entropy_backward",
     schema=(
         "(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight, "
-        "Tensor dloss, Tensor? dlse, Tensor lse, Tensor denominators, "
+        "Tensor dloss, Tensor? dlse, Tensor stats, Tensor denominators, "
         + _OPTIONS.format("", "", "", "")
         + ", bool x_grad, bool weight_grad, bool bias_grad) -> (Tensor, Tensor, Tensor)"
     ),

@@ -46,7 +46,7 @@ def backward_problem(
     class_weight: torch.Tensor | None,
     dloss: torch.Tensor,
     dlse: torch.Tensor | None,
-    lse: torch.Tensor,
+    stats: torch.Tensor,
     denominators: torch.Tensor,
     *rest: Any,
 ) -> Problem:

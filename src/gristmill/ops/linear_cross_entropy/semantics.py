@@ -47,7 +47,7 @@ def check_backward(
     class_weight: Any,
     dloss: Any,
     dlse: Any,
-    lse: Any,
+    stats: Any,
     denominators: Any,
     ignore_index: Any,
     label_smoothing: Any,
@@ -67,7 +67,7 @@ def check_backward(
     shapes = {
         "dloss": (dloss, rows),
         "dlse": (dlse, target.shape),
-        "lse": (lse, target.shape),
+        "stats": (stats, torch.Size((*target.shape, 2))),
         "denominators": (denominators, torch.Size([2 if reduction == "mean" else 0])),
     }
     for name, (value, shape) in shapes.items():
@@ -160,11 +160,12 @@ def outputs_forward(
     softcap: float | None,
     reduction: str,
     chunk_rows: int | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     dtype = accumulator(x.dtype)
     loss = x.new_empty(target.shape if reduction == "none" else (), dtype=dtype)
     lse = x.new_empty(target.shape, dtype=dtype)
-    return loss, lse, x.new_empty((2 if reduction == "mean" else 0,), dtype=dtype)
+    denominators = x.new_empty((2 if reduction == "mean" else 0,), dtype=dtype)
+    return loss, lse, denominators, x.new_empty((*target.shape, 2), dtype=dtype)
 
 
 def outputs_backward(
@@ -175,7 +176,7 @@ def outputs_backward(
     class_weight: torch.Tensor | None,
     dloss: torch.Tensor,
     dlse: torch.Tensor | None,
-    lse: torch.Tensor,
+    stats: torch.Tensor,
     denominators: torch.Tensor,
     ignore_index: int,
     label_smoothing: float,
