@@ -38,8 +38,7 @@ def softmax(x: Tensor, causal: int, scale: float, mask: Tensor | None) -> list[T
     accumulator = accumulator_of(x.dtype)
     # Powers below the smallest normal number may be lost.
     smallest = torch.finfo(accumulator).tiny
-    low, high = _known(torch.where(p < 2 * smallest, 0.0, p), p, _seen(x, causal))
-    return [Truth(low, high, terms, accumulator)]
+    return [Truth(torch.where(p < 2 * smallest, 0.0, p), p, terms, accumulator)]
 
 
 def log_softmax(x: Tensor, causal: int, scale: float, mask: Tensor | None) -> list[Truth]:
@@ -47,8 +46,7 @@ def log_softmax(x: Tensor, causal: int, scale: float, mask: Tensor | None) -> li
     nobody, distance, total = _row(values)
     logs = (distance - total.log()).masked_fill(nobody, NONE)
     terms = POWER + _finite(distance).abs() + rounded + total.log().masked_fill(nobody, 0.0)
-    low, high = _known(logs, logs, _seen(x, causal))
-    return [LogTruth(low, high, terms, accumulator_of(x.dtype))]
+    return [LogTruth(logs, logs, terms, accumulator_of(x.dtype))]
 
 
 def softmax_backward(dy: Tensor, y: Tensor, causal: int, scale: float) -> list[Truth]:
@@ -56,9 +54,9 @@ def softmax_backward(dy: Tensor, y: Tensor, causal: int, scale: float) -> list[T
     d, p = (torch.where(seen, one.double(), 0.0) for one in (dy, y))
     products = d * p
     dx = scale * p * (d - products.sum(-1, keepdim=True))
+    dx = dx.masked_fill(~seen, 0.0)  # also of a sum that is NaN
     terms = abs(scale) * p * (d.abs() + products.abs().sum(-1, keepdim=True))
-    low, high = _known(dx, dx, seen)
-    return [Truth(low, high, terms, accumulator_of(y.dtype))]
+    return [Truth(dx, dx, terms.masked_fill(~seen, 0.0), accumulator_of(y.dtype))]
 
 
 def log_softmax_backward(dy: Tensor, y: Tensor, causal: int, scale: float) -> list[Truth]:
@@ -101,12 +99,6 @@ def _seen(x: Tensor, causal: int) -> Tensor:
     queries, keys = x.shape[-2:]
     seen = torch.ones(queries, keys, dtype=torch.bool, device=x.device)
     return seen.tril(keys - queries if causal == BOTTOM_RIGHT else 0)
-
-
-def _known(low: Tensor, high: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Beyond a causal limit a row of NaN may have NaN or the zeros that are written there."""
-    unknown = ~seen & low.isnan()
-    return low.masked_fill(unknown, NONE), high.masked_fill(unknown, -NONE)
 
 
 def _row(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:

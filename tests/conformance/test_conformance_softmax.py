@@ -12,7 +12,7 @@ from conformance_helpers import DEVICES, run_by, supporting
 
 import gristmill
 from gristmill.ops.registry import OPS
-from gristmill.ops.softmax import softmax_backward
+from gristmill.ops.softmax import semantics, softmax_backward
 
 NONE = float("-inf")
 PAIRS = {
@@ -109,6 +109,67 @@ def test_what_is_masked_out_does_not_count_whatever_it_is(name: str, device: str
     for value in (float("nan"), float("inf")):
         answer = function(x.masked_fill(hidden, value), causal="bottom_right")
         assert torch.equal(answer, limited)
+
+
+HIDDEN = {
+    "top_left": ("top_left", None),
+    "bottom_right": ("bottom_right", None),
+    "bool mask": (None, torch.bool),
+    "mask of numbers": (None, torch.float32),
+    "both": ("bottom_right", torch.bool),
+}
+
+
+@over_devices
+@over_pairs
+@pytest.mark.parametrize("how", HIDDEN)
+@pytest.mark.parametrize("columns", [5, 12, 61, 256, 1000, 4096, 4099, 20000])
+def test_a_row_of_nan_is_nan_where_it_is_hidden(
+    name: str, columns: int, how: str, device: str
+) -> None:
+    """By every variant, as torch's softmax of what was filled with -inf; dx is 0 beyond a limit."""
+    own, theirs = PAIRS[name]
+    causal, dtype = HIDDEN[how]
+    rows = 12
+    x = torch.randn(2, rows, columns, device=device)
+    limit = torch.ones(rows, columns, dtype=torch.bool, device=device)
+    limit = limit if causal is None else seen(rows, columns, causal, device)
+    part = limit.clone()
+    mask = None
+    if dtype is not None:
+        keep = torch.rand(rows, columns, device=device) < 0.6
+        keep[:, 0] = True
+        part &= keep
+        mask = keep if dtype == torch.bool else torch.where(keep, 0.5, NONE)
+    if dtype != torch.float32:  # to which a NaN may be added
+        x[0].masked_fill_(~part, float("nan"))
+        x[1, 2].masked_fill_(~part[2], float("inf"))
+    x[1, 4, 0], x[1, 6, 0], x[1, rows - 1, 0] = float("nan"), float("inf"), float("nan")
+    v = x.double() + (mask if dtype == torch.float32 else 0.0)
+    v = v.masked_fill(~part, NONE)
+    nobody = ~part.any(-1, keepdim=True)
+    expected = theirs(v, -1).masked_fill(nobody, 0.0 if name == "softmax" else NONE)
+    assert expected[1].isnan().all(-1).sum() >= 1
+    args = (x, semantics.CAUSAL[causal], 1.0, mask)
+    ways = [(one.name, run_by(OPS[name], one.name, args)) for one in supporting(OPS[name], args)]
+    with gristmill.batch_invariant():
+        ways.append(("one by one", own(x, mask=mask, causal=causal)))
+    for way, y in ways:
+        assert torch.equal(y.isnan(), expected.isnan()), way
+        torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+    if causal is None:
+        return
+    spoiled = expected.isnan().all(-1, keepdim=True)
+    back = OPS[f"{name}_backward"]
+    dy = torch.randn_like(x)
+    dy[0, rows - 1, 0] = float("nan")
+    spoiled[0, rows - 1] = True
+    args = (dy, ways[0][1], semantics.CAUSAL[causal], 1.0)
+    for one in supporting(back, args):
+        dx = run_by(back, one.name, args)
+        assert (dx.masked_select(~limit) == 0).all(), one.name
+        if dtype is None:
+            assert torch.equal(dx.isnan(), spoiled & limit), one.name
 
 
 @over_devices

@@ -22,6 +22,7 @@ from softmax_cases import (
     SCOPES,
     Case,
     configurations,
+    laid_out,
     sweep,
 )
 
@@ -293,6 +294,33 @@ def test_what_is_hidden_does_not_count(
     spoiled = _launch(host, case, tuple(args)).outputs
     assert torch.equal(clean, spoiled)
     assert (clean[hidden] == (NONE if op == "log_softmax" else 0.0)).all()
+
+
+CAUSAL_FORWARD = [case for case in CASES if case.causal and case.op in FORWARD]
+
+
+@pytest.mark.parametrize("case", CAUSAL_FORWARD, ids=str)
+def test_a_row_of_nan_is_nan_where_it_is_hidden(host: EmulatedHost, case: Case) -> None:
+    """As torch's softmax of what was filled with -inf; a hidden NaN, or infinity, is none."""
+    x, causal, scale, mask = case.arguments()
+    rows, columns = x.shape[-2:]
+    hidden = torch.ones(rows, columns, dtype=torch.bool)
+    hidden = ~hidden.tril(columns - rows if case.causal == "bottom_right" else 0)
+    x = x.clone(memory_format=torch.contiguous_format)
+    first = x.view(-1, rows, columns)[0]
+    first.masked_fill_(hidden, float("nan"))
+    first[rows // 2, 0], first[rows - 1, -1] = float("nan"), float("inf")
+    first[rows - 2, 0] = float("inf")
+    args = (laid_out(x, case.layouts[0]), causal, scale, mask)
+    v = _exponents(args)[0]
+    none = (v == NONE).all(-1, keepdim=True)
+    expected = getattr(torch, case.op)(v.masked_fill(none, 0.0), -1)
+    expected = expected.masked_fill(none, 0.0 if case.op == "softmax" else NONE)
+    assert expected.isnan().all(-1).any() or mask is not None
+    for order in (0, 7):
+        y = _launch(host, case, args, order).outputs
+        assert torch.equal(y.isnan(), expected.isnan())
+        torch.testing.assert_close(y.double(), expected, rtol=1e-2, atol=1e-3, equal_nan=True)
 
 
 MASKS = {

@@ -1,6 +1,7 @@
 """The softmax ops with every row computed alone, for where rows must not depend on the batch.
 
-A row that sees its first columns only is a shorter row, and zeros (or minus infinity) behind it.
+A row that sees its first columns only is a shorter row, and what hidden columns have behind it:
+zeros or minus infinity, or NaN in a result that is NaN; zeros in a gradient.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def _forward(
     def row(x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         return function(x, EVERYTHING, scale, mask)
 
-    return _each(row, unseen, (x, None if mask is None else mask.expand(x.shape)), causal)
+    rows = (x, None if mask is None else mask.expand(x.shape))
+    return _each(row, unseen, torch.nan, rows, causal)
 
 
 def _backward(
@@ -60,16 +62,20 @@ def _backward(
     def row(y: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
         return function(dy, y, EVERYTHING, scale)
 
-    return _each(row, 0.0, (y, dy), causal)
+    return _each(row, 0.0, 0.0, (y, dy), causal)
 
 
 def _each(
     function: Callable[..., torch.Tensor],
     unseen: float,
+    spoiled: float,
     tensors: tuple[torch.Tensor, torch.Tensor | None],
     causal: int,
 ) -> torch.Tensor:
-    """`function` of each row's columns that are seen, and `unseen` for the others."""
+    """`function` of each row's columns that are seen, and `unseen` for the others.
+
+    These are `spoiled` where the row's result is NaN.
+    """
     first = tensors[0]
     if not first.numel():
         return torch.empty_like(first)
@@ -87,6 +93,7 @@ def _each(
         result = first.new_full((1, columns), unseen)
         if seen:
             result[:, :seen] = function(*parts)
+            result[:, seen:] = torch.where(result[:, :1].isnan(), spoiled, unseen)
         return [result]
 
     (result,) = each_alone(alone, tensors, first.shape[:-1])

@@ -41,7 +41,8 @@ def softmax(
 
     What does not take part has :math:`v = -\infty`: where a bool mask is False, beyond the causal
     limit, and where x or a mask of numbers says so. A row with nobody in it gives zeros, with a
-    gradient of zeros, never NaN.
+    gradient of zeros, never NaN. A NaN or +inf that takes part makes its row NaN, hidden columns
+    too; one that is hidden does not count.
 
     Args:
         x: ``(..., N)`` of fp32, bf16, fp16 or fp64. Rows may be strided; nothing is copied while
