@@ -39,7 +39,11 @@ __global__ void __launch_bounds__(1024) moments(const Params p) {
     }
     count = lane_sum<LANES>(count), firsts = lane_sum<LANES>(firsts), sum = lane_sum<LANES>(sum);
     MomentsOf<PRODUCTS> state(count, firsts > 0.0f ? sum / firsts : 0.0f);
-    FOR_EACH_COLUMN(team, p, c) state.add(read(p.in + c), PRODUCTS ? read(p.in + p.columns + c) : 0.0f);
+    FOR_EACH_COLUMN(team, p, c) {
+        const float x[1] = {read(p.in + c)}, g[1] = {PRODUCTS ? read(p.in + p.columns + c) : 0.0f};
+        if constexpr (PRODUCTS) state.add(x, g);
+        else state.add(x);
+    }
     team.reduce(state);
     team.finish();
     write(p, team, state);

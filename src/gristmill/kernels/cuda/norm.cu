@@ -164,8 +164,13 @@ __global__ void __launch_bounds__(BOUND, least_blocks(SCOPE, SCALING, AMAX)) nor
         if constexpr (CENTERED) {
             if (column[0] < end) {
                 get(held[0], sum, 0);
-#pragma unroll
-                for (int k = 0; k < VEC; k++) center += held[0].get(k);
+                center = held[0].get(0);
+                if constexpr (FEED == STRAIGHT && ITEMS > 1) {
+                    Packed<typename X::type, VEC> last;
+                    Packed<typename Residual::type, VEC> beside;
+                    feed.get(last, beside, ITEMS - 1, column[ITEMS - 1]);
+                    center = after(last.get(0), center);
+                }
             }
             center = start.center(center);
         }
@@ -177,15 +182,14 @@ __global__ void __launch_bounds__(BOUND, least_blocks(SCOPE, SCALING, AMAX)) nor
             get(h, sum, i);
             if constexpr (Residual::present)
                 if (active) store<Sum, in_l1>(place.template in<SumElement>(p.sum) + column[i], sum);
-#pragma unroll
-            for (int k = 0; k < VEC; k++) statistics.add(h.get(k));
+            statistics.add(values_of(h).value);
         }
         if constexpr (late) load_weights(0);
         team.reduce(statistics);
         statistics.settle();
         if (HOLD) feed.reuse(row);
         else if (row >= team.teams) feed.reuse(row - team.teams);
-        const float rstd = rsqrtf(fmaf(statistics.spread(), p.inverse_columns, p.eps));
+        const float rstd = inverse_root(fmaf(statistics.spread(), p.inverse_columns, p.eps));
 
         // Once, to write y; with a scale of its own first once for the largest |z|.
         constexpr int passes = SCALING == PER_ROW ? 2 : 1;
@@ -249,7 +253,7 @@ __global__ void __launch_bounds__(BOUND) norm_forward_twice(const ForwardParams 
     // Where lanes have to find a center together they all go on until the block's last column.
     const unsigned lag = CENTERED ? team.thread * VEC : 0;
     const unsigned vectors = begin < end ? (end - begin + step - 1) / step : 0;
-    const Start<CENTERED, 32> start(vectors * VEC, min(vectors, static_cast<unsigned>(UNROLL)) * VEC);
+    const Start<CENTERED, 32> start(vectors * VEC);
     wait_for_previous_grid();
     const Place<NESTED> place(team.index, p.source.inner_rows);
     const auto* x_row = place.template in<const typename X::type>(p.source.first);
@@ -280,15 +284,9 @@ __global__ void __launch_bounds__(BOUND) norm_forward_twice(const ForwardParams 
         };
         if constexpr (CENTERED) {
             if (column == begin) {
-                float sum = 0.0f;   // what is not there is 0
-#pragma unroll
-                for (int i = 0; i < UNROLL; i++) {
-                    Packed<Held, VEC> held;
-                    get(held, i);
-#pragma unroll
-                    for (int k = 0; k < VEC; k++) sum += held.get(k);
-                }
-                statistics = RowStatistics(start.count, start.center(sum));
+                Packed<Held, VEC> held;
+                get(held, 0);   // what is not there is 0
+                statistics = RowStatistics(start.count, start.center(after(x[UNROLL - 1].get(0), held.get(0))));
             }
         }
 #pragma unroll
@@ -299,13 +297,12 @@ __global__ void __launch_bounds__(BOUND) norm_forward_twice(const ForwardParams 
             if constexpr (Residual::present)
                 if (here) store<Sum, true>(sum_row + column + i * step, held);
             if (CENTERED && !here) continue;
-#pragma unroll
-            for (int k = 0; k < VEC; k++) statistics.add(held.get(k));
+            statistics.add(values_of(held).value);
         }
     }
     team.reduce(statistics);
     statistics.settle();
-    const float rstd = rsqrtf(fmaf(statistics.spread(), p.inverse_columns, p.eps));
+    const float rstd = inverse_root(fmaf(statistics.spread(), p.inverse_columns, p.eps));
 
     float inverse_scale = 1.0f;
     Max largest;

@@ -67,6 +67,15 @@ DEVICE void write_gradients(const BackwardParams& p, unsigned team, const unsign
     }
 }
 
+// dy * (weight + weight_offset), of a vector.
+template <class Weight, int VEC>
+DEVICE Values<VEC> weighted(Values<VEC> g, const Packed<typename Weight::type, VEC>& weight, float weight_offset) {
+#pragma unroll
+    for (int k = 0; k < VEC; k++)
+        if constexpr (Weight::present) g.value[k] *= weight.get(k) + weight_offset;
+    return g;
+}
+
 template <class X, class DY, class Weight, class DSum, class DX, class DWeight, class DBias, bool CENTERED,
           bool NESTED, Scope SCOPE, int LANES, int VEC, int ITEMS, int FEED, bool HOLD, int BOUND>
 __global__ void __launch_bounds__(BOUND) norm_backward(const BackwardParams p) {
@@ -120,8 +129,13 @@ __global__ void __launch_bounds__(BOUND) norm_backward(const BackwardParams p) {
         if constexpr (CENTERED) {
             if (column[0] < end) {
                 feed.get(held_x[0], held_dy[0], 0, column[0]);
-#pragma unroll
-                for (int k = 0; k < VEC; k++) center += held_x[0].get(k);
+                center = held_x[0].get(0);
+                if constexpr (FEED == STRAIGHT && ITEMS > 1) {
+                    Packed<typename X::type, VEC> last;
+                    Packed<typename DY::type, VEC> beside;
+                    feed.get(last, beside, ITEMS - 1, column[ITEMS - 1]);
+                    center = after(last.get(0), center);
+                }
             }
             center = start.center(center);
         }
@@ -132,22 +146,18 @@ __global__ void __launch_bounds__(BOUND) norm_backward(const BackwardParams p) {
             auto &x = held_x[HOLD ? i : 0];
             auto &dy = held_dy[HOLD ? i : 0];
             feed.get(x, dy, i, column[i]);
-#pragma unroll
-            for (int k = 0; k < VEC; k++) {
-                const float h = x.get(k);
-                const float g = Weight::present ? dy.get(k) * (weight[i].get(k) + p.weight_offset) : dy.get(k);
-                statistics.add(h, g);
-            }
+            statistics.add(values_of(x).value, weighted<Weight>(values_of(dy), weight[i], p.weight_offset).value);
         }
         team.reduce(statistics);
         statistics.settle();
         // Without HOLD rows are read from the feed twice: whoever is here is done with the row before, not with this one.
         if (HOLD) feed.reuse(row);
         else if (row >= team.teams) feed.reuse(row - team.teams);
-        // An idle team of a warp has summed nothing: no infinity may reach its weight gradient.
-        const float rstd = active ? rsqrtf(fmaf(statistics.spread(), p.inverse_columns, p.eps)) : 0.0f;
-        const float slope = statistics.product() * p.inverse_columns * rstd * rstd;
-        const float mean = statistics.sum() * p.inverse_columns;
+        float rstd = inverse_root(fmaf(statistics.spread(), p.inverse_columns, p.eps));
+        const float slope = statistics.product() * p.inverse_columns * rstd, mean = statistics.sum() * p.inverse_columns;
+        // An idle team of a warp has summed nothing: no infinity may reach its weight gradient. A row of one column has no
+        // gradient: what its product has lost by rounding would be left over.
+        if (!active || (CENTERED && p.columns == 1)) rstd = 0.0f;
 
 #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
@@ -160,11 +170,11 @@ __global__ void __launch_bounds__(BOUND) norm_backward(const BackwardParams p) {
             float value[VEC];
 #pragma unroll
             for (int k = 0; k < VEC; k++) {
-                const float d = dy.get(k), h = statistics.centered(x.get(k));
+                const float d = dy.get(k), h = statistics.normalised(x.get(k), rstd);
                 const float g = Weight::present ? d * (weight[i].get(k) + p.weight_offset) : d;
                 value[k] = rstd * fmaf(-h, slope, CENTERED ? g - mean : g);
                 if constexpr (DSum::present) value[k] += dsum[late ? 0 : i].get(k);
-                if constexpr (DWeight::present) dweight[i][k] = fmaf(d * rstd, h, dweight[i][k]);
+                if constexpr (DWeight::present) dweight[i][k] = fmaf(d, h, dweight[i][k]);
                 if constexpr (DBias::present) dbias[i][k] += d;
             }
             if (active) {

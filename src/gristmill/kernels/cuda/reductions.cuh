@@ -6,13 +6,22 @@
 //                        whole warps, which all get the same bits
 // Both add in a fixed order, so that a result does not depend on who came first.
 #pragma once
-#include "machine.cuh"
+#include "vectors.cuh"
 
 template <int LANES>
 DEVICE float lane_sum(float value) {
 #pragma unroll
     for (int distance = LANES / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(0xffffffffu, value, distance);
     return value;
+}
+
+// Several at once: shuffles are not reordered, and of one sum each waits for the one before.
+template <int LANES, int COUNT>
+DEVICE void lane_sums(float (&values)[COUNT]) {
+#pragma unroll
+    for (int distance = LANES / 2; distance > 0; distance /= 2)
+#pragma unroll
+        for (int k = 0; k < COUNT; k++) values[k] += __shfl_xor_sync(0xffffffffu, values[k], distance);
 }
 
 template <int LANES>
@@ -147,9 +156,9 @@ struct MaxAndSum {
 // Mean and variance with nothing that cancels: `count` values have the mean center + offset, and the squares of their
 // distances from it add up to `spread`.
 //
-// A thread starts with the count of its warp's LANES lanes, a center that they share (any value near the mean: that of
-// their first values), and its sums of (x - center) and of its square. PRODUCTS: two more sums, of g and of g * (x -
-// center); the second becomes that of g * (x - mean).
+// A thread starts with the count of its warp's LANES lanes, a center that they share (any value near the mean, as most
+// values are), and its sums of (x - center) and of its square. PRODUCTS: two more sums, of g and of g * (x - center);
+// the second becomes that of g * (x - mean).
 template <bool PRODUCTS>
 struct MomentsOf {
     static constexpr int floats = PRODUCTS ? 6 : 4;
@@ -161,14 +170,24 @@ struct MomentsOf {
         value[0] = count, value[1] = center;
     }
 
-    DEVICE void add(float x, float g = 0.0f) {
-        const float distance = x - value[1];
-        value[2] += distance;
-        value[3] = fmaf(distance, distance, value[3]);
-        if constexpr (PRODUCTS) {
-            value[4] += g;
-            value[5] = fmaf(g, distance, value[5]);
-        }
+    // Some values, added up among themselves first: beside an outlier every addition loses a rounding of the outlier.
+    template <int COUNT>
+    DEVICE void add(const float (&x)[COUNT]) {
+        float distance[COUNT], squares = COUNT > 1 ? 0.0f : value[3];
+#pragma unroll
+        for (int k = 0; k < COUNT; k++) distance[k] = x[k] - value[1], squares = fmaf(distance[k], distance[k], squares);
+        value[2] += sum_of<COUNT>(distance);
+        value[3] = COUNT > 1 ? value[3] + squares : squares;
+    }
+
+    template <int COUNT>
+    DEVICE void add(const float (&x)[COUNT], const float (&g)[COUNT]) {
+        add(x);
+        float products = COUNT > 1 ? 0.0f : value[5];
+#pragma unroll
+        for (int k = 0; k < COUNT; k++) products = fmaf(g[k], x[k] - value[1], products);
+        value[4] += sum_of<COUNT>(g);
+        value[5] = COUNT > 1 ? value[5] + products : products;
     }
 
     DEVICE float count() const { return value[0]; }
@@ -192,27 +211,37 @@ struct MomentsOf {
 
     template <class Slots>
     DEVICE void over_slots(const Slots& slots) {
-        // Near the mean of the first, which has values if any has: nearer than its center, which one value can draw away.
-        const float center = slots(0, 1) + slots(0, 2);
-        float count = 0.0f, sum = 0.0f, spread = 0.0f, gradient = 0.0f, product = 0.0f;
-        const auto mean = [&](unsigned i) { return (slots(i, 1) - center) + slots(i, 2); };
+        // Distances from the mean of the first slot, which has values if any has, give the mean of all to a rounding of
+        // such a distance; an outlier in the first makes it large. Distances from that mean give the rest.
+        const auto distance = [&](unsigned i, float from) { return (slots(i, 1) - from) + slots(i, 2); };
+        const float first = slots(0, 1) + slots(0, 2);
+        float sums[2] = {0.0f, 0.0f};   // the count, and the distances from `first`
         each_slot(slots, [&](unsigned i) {
-            count += slots(i, 0);
-            sum = slots(i, 0) > 0.0f ? fmaf(slots(i, 0), mean(i), sum) : sum;
+            sums[0] += slots(i, 0);
+            sums[1] = slots(i, 0) > 0.0f ? fmaf(slots(i, 0), distance(i, first), sums[1]) : sums[1];
         });
-        count = lane_sum<32>(count);
-        const float offset = lane_sum<32>(sum) / count;
+        lane_sums<32>(sums);
+        const float inverse_count = 1.0f / sums[0], center = fmaf(sums[1], inverse_count, first);
+        float rest[floats - 2];   // offset, spread [, sum of g, sum of g * (x - center)]
+#pragma unroll
+        for (int k = 0; k < floats - 2; k++) rest[k] = 0.0f;
         each_slot(slots, [&](unsigned i) {
             if (slots(i, 0) == 0.0f) return;
-            const float shift = mean(i) - offset;
-            spread += fmaf(slots(i, 0) * shift, shift, slots(i, 3));
+            const float shift = distance(i, center);
+            rest[0] = fmaf(slots(i, 0), shift, rest[0]);
+            rest[1] += fmaf(slots(i, 0) * shift, shift, slots(i, 3));
             if constexpr (PRODUCTS) {
-                gradient += slots(i, 4);
-                product += fmaf(slots(i, 4), shift, slots(i, 5));
+                rest[2] += slots(i, 4);
+                rest[3] += fmaf(slots(i, 4), shift, slots(i, 5));
             }
         });
-        value[0] = count, value[1] = center, value[2] = offset, value[3] = lane_sum<32>(spread);
-        if constexpr (PRODUCTS) value[4] = lane_sum<32>(gradient), value[5] = lane_sum<32>(product);
+        lane_sums<32>(rest);
+        value[0] = sums[0], value[1] = center, value[2] = rest[0] * inverse_count;
+        value[3] = fmaf(-rest[0], value[2], rest[1]);
+        if constexpr (PRODUCTS) {
+            value[4] = rest[2];
+            value[5] = fmaf(-rest[2], value[2], rest[3]);
+        }
     }
 };
 

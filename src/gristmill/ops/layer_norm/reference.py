@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from gristmill.ops.norms.semantics import accumulator, sum_dtype
+from gristmill.ops.norms.semantics import accumulator, normalised, sum_dtype
 
 
 def layer_norm(
@@ -20,8 +20,7 @@ def layer_norm(
     out_dtype: torch.dtype | None,
 ) -> torch.Tensor:
     precise = accumulator(x.dtype)
-    h = _centered(x.to(precise))
-    y = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
+    y, _ = normalised(x.to(precise), eps, _centered)
     if weight is not None:
         y = y * (weight.to(precise) + weight_offset)
     if bias is not None:
@@ -54,9 +53,8 @@ def layer_norm_backward(
     bias_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     precise = accumulator(x.dtype)
-    h, d = _centered(x.to(precise)), dy.to(precise)
-    rstd = torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
-    h = h * rstd
+    d = dy.to(precise)
+    h, rstd = normalised(x.to(precise), eps, _centered)
     g = d if weight is None else d * (weight.to(precise) + weight_offset)
     dx = rstd * (g - g.mean(-1, keepdim=True) - h * (g * h).mean(-1, keepdim=True))
     if dsum is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from gristmill.ops.norms.semantics import normalised
 from gristmill.ops.rms_norm.semantics import accumulator, epsilon, sum_dtype
 
 
@@ -20,15 +21,15 @@ def rms_norm(
     out_dtype: torch.dtype | None,
 ) -> torch.Tensor:
     precise = accumulator(x.dtype)
-    normalised = _normalise(x.to(precise), epsilon(eps, x.dtype))
+    y, _ = normalised(x.to(precise), epsilon(eps, x.dtype))
     if casting == "llama":
-        normalised = normalised.to(x.dtype)
+        y = y.to(x.dtype)
         if weight is not None:
-            product = normalised.to(precise) * (weight.to(precise) + weight_offset)
-            normalised = product.to(torch.promote_types(x.dtype, weight.dtype))
+            product = y.to(precise) * (weight.to(precise) + weight_offset)
+            y = product.to(torch.promote_types(x.dtype, weight.dtype))
     elif weight is not None:
-        normalised = normalised * (weight.to(precise) + weight_offset)
-    return normalised.to(out_dtype or x.dtype)
+        y = y * (weight.to(precise) + weight_offset)
+    return y.to(out_dtype or x.dtype)
 
 
 def add_rms_norm(
@@ -51,11 +52,11 @@ def fused_add_rms_norm_(
 ) -> None:
     precise = accumulator(sum_dtype(x, residual))
     total = x.to(precise) + residual.to(precise)
-    normalised = _normalise(total, eps)
+    y, _ = normalised(total, eps)
     if weight is not None:
-        normalised = normalised.to(weight.dtype) * weight
+        y = y.to(weight.dtype) * weight
     residual.copy_(total)
-    x.copy_(normalised)
+    x.copy_(y)
 
 
 def rms_norm_backward(
@@ -69,8 +70,7 @@ def rms_norm_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     precise = accumulator(x.dtype)
     h, d = x.to(precise), dy.to(precise)
-    rstd = torch.rsqrt(h.square().mean(-1, keepdim=True) + epsilon(eps, x.dtype))
-    h = h * rstd
+    h, rstd = normalised(h, epsilon(eps, x.dtype))
     g = d if weight is None else d * (weight.to(precise) + weight_offset)
     dx = rstd * (g - h * (g * h).mean(-1, keepdim=True))
     if dsum is not None:
@@ -82,7 +82,3 @@ def rms_norm_backward(
     else:
         dweight = x.new_empty(0)
     return dx.to(x.dtype), dweight
-
-
-def _normalise(h: torch.Tensor, eps: float) -> torch.Tensor:
-    return h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
