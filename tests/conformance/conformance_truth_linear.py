@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from conformance_truth_core import Truth, accumulator_of, unit
+from conformance_truth_core import Truth, accumulator_of, unit, walk
 from conformance_truth_nvfp4 import CHAIN
 
 Tensor = torch.Tensor
@@ -37,7 +37,8 @@ def matmul(a: Tensor, b: Tensor) -> list[Truth]:
     value = torch.matmul(a.double(), b.double())
     terms = torch.matmul(a.double().abs(), b.double().abs())
     ends = _composed((value, value), _may_overflow(terms, a.dtype))
-    return [Truth(value, value, CHAIN * terms, accumulator_of(a.dtype), composed_range=ends)]
+    terms = _chained(terms, a, b)
+    return [Truth(value, value, terms, accumulator_of(a.dtype), composed_range=ends)]
 
 
 def _activated(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Truth:
@@ -45,7 +46,7 @@ def _activated(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str |
     if bias is not None:
         h, terms = h + bias.double(), terms + bias.double().abs()
     overflow = _may_overflow(terms, x.dtype)
-    terms, accumulator = CHAIN * terms, accumulator_of(x.dtype)
+    terms, accumulator = _chained(terms, x, weight.t()), accumulator_of(x.dtype)
     value = activation_of(activation, h)
     if activation is None:
         ends = _composed((value, value), overflow)
@@ -72,6 +73,13 @@ def _activated(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str |
         + own * (unit(accumulator) / unit(x.dtype)),
         composed_range=_composed(ends, unknown | overflow),
     )
+
+
+def _chained(terms: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """What partial sums are rounded by; NaN where the terms are."""
+    if not left.numel():
+        return terms
+    return torch.maximum(CHAIN * terms, walk(left, right))
 
 
 def _may_overflow(size: Tensor, dtype: torch.dtype) -> Tensor:

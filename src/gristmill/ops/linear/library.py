@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,10 @@ class Library(Variant):
         if problem.op == "matmul":
             return laid_out(torch.matmul, semantics.matmul_outputs)
         product: Product = problem.layout
-        return _with_pre if product.pre else _linear
+        linear: Callable[..., torch.Tensor] = _linear
+        if problem.device.kind == "cpu" and product.bias:
+            linear = _linear_then_bias
+        return partial(_with_pre, linear) if product.pre else linear
 
 
 class LibraryFused(Variant):
@@ -117,10 +121,30 @@ def _linear(
     return y if rows is x else y.view(*x.shape[:-1], weight.shape[0])
 
 
+def _linear_then_bias(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, activation: str | None
+) -> torch.Tensor:
+    """For CPUs, whose BLAS may begin each sum with the bias, and round K times at its size.
+
+    Of K = 1000 products of 1e-3 with a bias of 1 the result was off by 62 half units in the last
+    place: a random walk of K steps of 0.58 of them, 18, and the largest of 1,300 such. Added at
+    the end, a bias costs one.
+    """
+    rows = rows_of(x)
+    y = F.linear(rows, weight).add_(bias)
+    if activation is not None:
+        _IN_PLACE[activation](y)
+    return y if rows is x else y.view(*x.shape[:-1], weight.shape[0])
+
+
 def _with_pre(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
+    linear: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    h = _linear(x, weight, bias, None)
+    h = linear(x, weight, bias, None)
     return reference.activated(h, activation), h
 
 
