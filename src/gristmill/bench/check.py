@@ -7,6 +7,7 @@ is right only where the target is.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -27,7 +28,9 @@ class WrongResultError(Exception):
     """An implementation's outputs are not those of the reference."""
 
 
-def check(outputs: Any, expected: Any, *, coarse: bool = False) -> float:
+def check(
+    outputs: Any, expected: Any, *, coarse: bool = False, terms: torch.Tensor | None = None
+) -> float:
     """The largest relative error over all outputs; WrongResultError if out of bounds.
 
     An element's error is measured against its own size or the mean size in its tensor, whichever is
@@ -35,7 +38,10 @@ def check(outputs: Any, expected: Any, *, coarse: bool = False) -> float:
     of cross entropy has one entry of size 1 in a row of thousands, which would hide the others.
 
     `coarse`: this implementation is known to round in between. Its outputs may be of a narrower
-    dtype, and may be off by three times as much as others of that dtype.
+    dtype, and may be off by three times as much as others of that dtype. `terms`: how large the
+    terms are that it rounds, for each element of the first output: that is then what an error is
+    measured against, for what is left of terms that cancel may be as small as it likes, and no
+    more is allowed than of others.
     """
     got, want = _tensors(outputs), _tensors(expected)
     if len(got) != len(want):
@@ -48,8 +54,9 @@ def check(outputs: Any, expected: Any, *, coarse: bool = False) -> float:
                 f"output {index} is {tuple(left.shape)} {left.dtype} "
                 f"instead of {tuple(right.shape)} {right.dtype}"
             )
-        error = _error(left, right)
-        limit = TOLERANCE.get(left.dtype, 1e-4) * (3 if coarse else 1)
+        sizes = terms if coarse and index == 0 else None
+        error = _error(left, right, sizes)
+        limit = TOLERANCE.get(left.dtype, 1e-4) * (3 if coarse and sizes is None else 1)
         if not error <= limit:  # also when it is NaN
             raise WrongResultError(
                 f"output {index} is off by {error:.2g} (relative; {limit:.2g} is ok)"
@@ -104,17 +111,19 @@ def _tensors(outputs: Any) -> list[torch.Tensor]:
     return [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
 
 
-def _error(left: torch.Tensor, right: torch.Tensor) -> float:
+def _error(left: torch.Tensor, right: torch.Tensor, terms: torch.Tensor | None) -> float:
     if right.numel() == 0:
         return 0.0
+    parts = [None] if terms is None else terms.reshape(-1).split(_CHUNK)
     # In chunks: a comparison in fp32 of a tensor that fills half the device must not fail it.
     lefts, rights = left.reshape(-1).split(_CHUNK), right.reshape(-1).split(_CHUNK)
     sizes = [_finite(part.float()).abs().sum(dtype=torch.float64) for part in rights]
     floor = max(float(sum(sizes)) / right.numel(), torch.finfo(torch.float32).tiny)
     worst = 0.0
-    for a, b in zip(lefts, rights, strict=True):
+    for a, b, part in zip(lefts, rights, itertools.cycle(parts), strict=False):
         a, b = a.float(), b.float()
-        relative = (a - b).abs() / _finite(b).abs().clamp_min(floor)
+        size = _finite(b).abs().clamp_min(floor)
+        relative = (a - b).abs() / (size if part is None else size.maximum(_finite(part.float())))
         # What is not finite has to be the same on both sides.
         same = (a == b) | (a.isnan() & b.isnan())
         error = float(relative.masked_fill(same, 0.0).max())

@@ -52,7 +52,8 @@ def _peer(
         for family in FAMILIES
         for task, builder in family.BUILDERS.get(name, {}).items()
     }
-    coarse = cross_entropy.COARSE.get(name, frozenset())
+    empty: frozenset[str] = frozenset()
+    coarse = empty.union(*(one.COARSE.get(name, empty) for one in (softmax, cross_entropy)))
     return Peer(name, package, module, builders, cpu, coarse, compiles, tunes)
 
 

@@ -1,6 +1,8 @@
 """Softmax over the last dim, plain and causal ("top_left"): forward and backward.
 
 Causal scores are `(..., sq, sk)`; column j of row i takes part if j <= i.
+
+Torch's own gradient multiplies dy and y in their dtype, on CUDA, and rounds (`COARSE`).
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from torch import Tensor
 
 from gristmill.bench.peers.peer import Builders, Function, Sets, compiled
 from gristmill.ops.registry import OPS
+
+COARSE = {"eager": frozenset({"softmax_bwd", "softmax_causal_bwd"})}
 
 
 def plain_forward(x: Tensor) -> Tensor:
