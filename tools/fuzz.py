@@ -1,14 +1,15 @@
 """Calls that nobody thought of, of every op, by every variant that takes them, in many processes.
 
-    PYTHONPATH=src:tests python tools/fuzz.py --device cuda --cases 10000 --jobs 14 \
-        --limit-seconds 240 --json fuzz.json
+    PYTHONPATH=src:tests python tools/fuzz.py --device cuda --cases 10000 --jobs 15 \
+        --limit-seconds 280 --out fuzz-results
     PYTHONPATH=src:tests python tools/fuzz.py --device cpu --cases 500 --ops softmax linear
 
 What is drawn and how it is judged is in tests/fuzz. On a GPU most of the time goes into compiling:
 there the kernels of each plan that was drawn get several cases, see tests/fuzz/fuzz_again.py.
-Prints a table, then each case that went wrong as a line for tests/fuzz/test_fuzz_kept.py. Exits
-with 1 if there was one, also if a process died or got stuck over a call; with 3 if time ran out
-before all cases were run. The same --seed draws the same ones.
+Prints each case that went wrong as a line for tests/fuzz/test_fuzz_kept.py (a few of each op; all
+are in the files of --out), then a table, and last one line that says it all. Exits with 1 if there
+was such a case, also if a process died or got stuck over a call; with 3 if time ran out before all
+cases were run, which ends calls that are still running. The same --seed draws the same ones.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ ROOT = Path(__file__).resolve().parents[1]
 CHUNK = 12  # plans that are drawn together: hypothesis makes later ones like earlier ones
 REPEAT = {"cuda": 4, "cpu": 1}
 STUCK_SECONDS = 240.0  # the first call has to load torch, and some have to compile
+GRACE_SECONDS = 15.0  # for a call that runs when the time is over
+SHOWN = 5  # cases of an op that went wrong, on the screen
 # An op is left alone when so many of its calls went wrong: one reason is enough.
 ENOUGH = 20
 
@@ -52,14 +55,27 @@ def _options() -> argparse.Namespace:
         "--repeat", type=int, help="calls for the kernels of one plan (4 on cuda, 1 on cpu)"
     )
     parser.add_argument("--jobs", type=int, default=10, help="processes (%(default)s)")
-    parser.add_argument("--limit-seconds", type=float, default=600.0, help="start no call later")
+    parser.add_argument(
+        "--limit-seconds",
+        type=float,
+        default=600.0,
+        help="start no call later, and report what was done",
+    )
     parser.add_argument("--seed", type=int, help="of the first calls; random by default")
     parser.add_argument("--ops", nargs="+", help="only these, or whatever has this in its name")
     parser.add_argument("--cache", help="a folder for kernels; by default one that is thrown away")
     parser.add_argument("--json", type=Path, help="a file for the results")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="a folder: results.json, and mismatches.jsonl, which has each case that went wrong "
+        "from when it did",
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.repeat = options.repeat or REPEAT[options.device]
+    if options.out is not None:
+        options.json = options.json or options.out / "results.json"
     return options
 
 
@@ -102,6 +118,10 @@ class Run:
             name: collections.Counter() for name in names
         }
         self.failures: list[dict[str, Any]] = []
+        self.log = None if options.out is None else options.out / "mismatches.jsonl"
+        if self.log is not None:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            self.log.write_text("")
         self.items: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         each, more = divmod(options.cases, len(names))
         left = {name: each + (place < more) for place, name in enumerate(names)}
@@ -137,8 +157,9 @@ class Run:
             if worker is None:
                 worker = Worker(self.options, self.cache)
             if not worker.ask({**item, "until": self.until}, self._take):
-                self._lost(item["op"], worker)
-                worker.end()
+                if worker.reason:
+                    self._lost(item["op"], worker)
+                worker.end(now=True)
                 worker = None
         if worker is not None:
             worker.end()
@@ -151,35 +172,45 @@ class Run:
             self.seconds[name] += answer["seconds"]
             self.variants[name].update(answer["variants"])
             if answer["mismatches"]:
-                keys = ("op", "plan", "mismatches")
-                self.failures.append({key: answer[key] for key in keys})
+                self._failed(*(answer[key] for key in ("op", "plan", "mismatches")))
+
+    def _failed(self, op: str, plan: str, mismatches: list[str]) -> None:
+        failure = {"op": op, "plan": plan, "mismatches": mismatches}
+        self.failures.append(failure)
+        if self.log is not None:
+            with self.log.open("a") as file:
+                file.write(json.dumps(failure) + "\n")
 
     def _lost(self, name: str, worker: Worker) -> None:
         with self.lock:
             words = f"{worker.reason} over it; its last words: {worker.last_words()}"
             self.cases[name] += 1
-            self.failures.append({"op": name, "plan": worker.current, "mismatches": [words]})
+            self._failed(name, worker.current, [words])
 
     def report(self) -> int:
         took = time.monotonic() - self.started
         wrong = collections.Counter(one["op"] for one in self.failures)
+        for name in wrong:
+            own = [one for one in self.failures if one["op"] == name]
+            for one in own[:SHOWN]:
+                _say("\n".join(one["mismatches"]))
+                _say(f"    {one['plan']},\n")
+            if len(own) > SHOWN:
+                _say(f"and {len(own) - SHOWN} more of {name}\n")
         heads = f"{'plans':>7}{'cases':>7}{'runs':>8}{'mismatches':>12}{'seconds':>9}"
         _say(f"{'op':32}{heads}  variants")
         for name, variants in self.variants.items():
             each = ", ".join(f"{one} {count}" for one, count in sorted(variants.items()))
             numbers = f"{self.plans[name]:7}{self.cases[name]:7}{variants.total():8}"
             _say(f"{name:32}{numbers}{wrong[name]:12}{self.seconds[name]:9.1f}  {each}")
+        if self.options.json is not None:
+            self._write(took)
         cases, runs = self.cases.total(), sum(one.total() for one in self.variants.values())
         _say(
             f"{cases} of {self.asked} cases, of {self.plans.total()} plans, run {runs} times on "
             f"{self.options.device}, {len(self.failures)} mismatches, {took:.0f} s, "
             f"seed {self.seed}"
         )
-        for one in self.failures:
-            _say("\n" + "\n".join(one["mismatches"]))
-            _say(f"    {one['plan']},")
-        if self.options.json is not None:
-            self._write(took)
         if self.failures:
             return 1
         return 3 if cases < self.asked else 0
@@ -234,7 +265,7 @@ class Worker:
         self.lines.put(None)
 
     def ask(self, item: dict[str, Any], take: Any) -> bool:
-        """Whether all of a chunk was answered; if not, `reason` says why."""
+        """Whether all of a chunk was answered; if not, `reason` says why, or time is over."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(item) + "\n")
@@ -243,10 +274,12 @@ class Worker:
             self.reason = "a process died"
             return False
         while True:
+            left = max(0.0, item["until"] - time.time()) + GRACE_SECONDS
             try:
-                line = self.lines.get(timeout=STUCK_SECONDS)
+                line = self.lines.get(timeout=min(STUCK_SECONDS, left))
             except queue.Empty:
-                self.reason = f"a process was stuck for {STUCK_SECONDS:.0f} s"
+                if left >= STUCK_SECONDS:
+                    self.reason = f"a process was stuck for {STUCK_SECONDS:.0f} s"
                 return False
             if line is None:
                 self.reason = f"a process died ({self.process.wait()})"
@@ -263,8 +296,10 @@ class Worker:
         self.errors.seek(0)
         return self.errors.read()[-2000:]
 
-    def end(self) -> None:
-        if self.process.stdin is not None:
+    def end(self, *, now: bool = False) -> None:
+        if now:
+            self.process.kill()
+        elif self.process.stdin is not None:
             try:
                 self.process.stdin.close()
                 self.process.wait(20)

@@ -13,7 +13,18 @@ from fuzz_plan import Plan
 from fuzz_values import Drawn
 
 # Whatever they are.
-FREE = ("eps", "offset", "ignore_index", "ignored", "wrong", "z_loss", "return_lse", "grid", "keep")
+FREE = (
+    "eps",
+    "offset",
+    "ignore_index",
+    "ignored",
+    "wrong",
+    "z_loss",
+    "return_lse",
+    "grid",
+    "keep",
+    "spoil",
+)
 # If there is one in both calls, and none is zero or negative where the other is not.
 OF_A_KIND = ("scale", "smoothing", "softcap", "limit", "alpha")
 

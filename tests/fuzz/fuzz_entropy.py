@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from fuzz_layouts import laid_out, leadings, shapes
 from fuzz_plan import SEEDS, Arguments, Family, Maker, Plan, plan
-from fuzz_values import ALL, DTYPES, drawn
+from fuzz_values import ALL, DTYPES, LAYOUTS, WRITABLE, drawn
 from hypothesis import strategies as st
 
 from gristmill.ops.cross_entropy import reference
 from gristmill.ops.cross_entropy.semantics import accumulator
 from gristmill.ops.registry import OPS
 
-# The kernels take exponents to base 2: what v / ln 2 is rounded by must be far below 127.
-HUGE = 1e8
+# Mostly ordinary; now and then a whole tensor of numbers as large as there are.
+LOGITS = (2.0, 2.0, 2.0, 1e-3, 60.0, 1e4, 1e8, 1e20, 1e38)
 # A product of a gradient and a factor, and sums of them.
 HUGE_GRADIENT = 1e15
 FORWARD = ("cross_entropy", "cross_entropy_one_pass", "cross_entropy_one_pass_")
@@ -45,10 +45,10 @@ def settled(words: dict[str, Any]) -> dict[str, Any]:
 
 @st.composite
 def plans(draw: Any, op: str) -> Plan:
-    layouts = ("dense", "dense", "padded", "shifted", "permuted", "columns")
+    layouts = WRITABLE if op.endswith("_") else LAYOUTS
     words: dict[str, Any] = {
         "shape": draw(shapes()),
-        "logits": draw(drawn(scales=(2.0, 2.0, 1e-3, 60.0), specials=ALL, layouts=layouts)),
+        "logits": draw(drawn(scales=LOGITS, specials=ALL, layouts=layouts)),
     }
     if op == "scale_gradient_":
         words["per_row"] = draw(st.booleans())
@@ -98,7 +98,7 @@ def make(maker: Maker) -> Arguments:
         gradient = maker.tensor("logits", shape, huge=HUGE_GRADIENT)
         rows = shape[:-1] if given.per_row else ()
         return gradient, maker.tensor("factor", rows, huge=HUGE_GRADIENT)
-    logits = maker.tensor("logits", shape, huge=HUGE)
+    logits = maker.tensor("logits", shape)
     shards = given.words.get("shards", 1)
     classes = shape[-1] * shards
     first = shape[-1] * (shards // 2)
@@ -118,20 +118,20 @@ def make(maker: Maker) -> Arguments:
         return logits, target, *rest, given.return_lse
     own = accumulator(logits.dtype)
     if shards > 1:
-        # What lse of all shards might be: that of this one, and a little more.
-        lse = reference._shifted(reference._capped(logits, given.softcap))[2] + 1.0
+        # What the stats of all shards might be: those of this one, and a little more.
+        stats = reference.stats_of(logits, given.softcap) + 1.0
         denominators = logits.new_full((2,), float(max(1, target.numel())), dtype=own)
         if given.reduction != "mean":
             denominators = denominators[:0]
     else:
         first = classes = 0
-        _, lse, denominators = reference.cross_entropy(logits, target, *rest, given.return_lse)
+        _, _, denominators, stats = reference.cross_entropy(logits, target, *rest, given.return_lse)
     rows = shape[:-1] if given.reduction == "none" else ()
     dloss = maker.tensor("dloss", rows)
     dlse = maker.tensor("dlse", shape[:-1])
     if dlse is not None and not given.return_lse:
         dlse = dlse.masked_fill(target == given.ignore_index, 0.0)
-    return dloss, dlse, logits, target, lse, denominators, *rest, first, classes
+    return dloss, dlse, logits, target, stats, denominators, *rest, first, classes
 
 
 @st.composite
@@ -181,7 +181,7 @@ def make_linear(maker: Maker) -> Arguments:
     )
     if given.op == "linear_cross_entropy":
         return *tensors, *rest
-    _, lse, denominators = OPS["linear_cross_entropy"].reference(*tensors, *rest)
+    _, _, denominators, stats = OPS["linear_cross_entropy"].reference(*tensors, *rest)
     rows = leading if given.reduction == "none" else ()
     dloss, dlse = (
         torch.randn(sizes, generator=maker.generator(name)).to(maker.device)
@@ -190,7 +190,7 @@ def make_linear(maker: Maker) -> Arguments:
     x_grad, weight_grad, bias_grad = given.grads
     grads = (x_grad, weight_grad, bias_grad and bias is not None)
     given_dlse = laid_out(dlse, "shifted", 3) if given.dlse else None
-    return *tensors, dloss, given_dlse, lse, denominators, *rest, *grads
+    return *tensors, dloss, given_dlse, stats, denominators, *rest, *grads
 
 
 FAMILIES = {

@@ -25,7 +25,7 @@ HUGE = 1e30
 HUGE_GATE, HUGE_GATE_16_BITS = 3e3, 60.0
 # A sigmoid of gate below 1e-38, times gate, up, x and dy.
 LOST = 1e-22
-ROW_LAYOUTS = ("dense", "dense", "padded", "shifted", "columns")
+ROW_LAYOUTS = (*["dense"] * 4, "padded", "shifted", "columns", "negative", "overlapping")
 
 
 def _piece(draw: Any, elements: int) -> int:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 LENGTHS = st.one_of(
     st.integers(1, 300),
+    st.integers(1, 3),
     st.sampled_from([512, 520, 768, 1000, 1024, 1536, 2048, 2056, 3072, 4096, 5120, 8192, 12288]),
     st.integers(300, 20000),
 )
@@ -37,7 +38,10 @@ def leadings(rows: int) -> st.SearchStrategy[tuple[int, ...]]:
 
 
 def laid_out(values: torch.Tensor, layout: str, by: int) -> torch.Tensor:
-    """The same numbers, somewhere else in memory."""
+    """The same numbers, somewhere else in memory, or with their signs in torch's lazy bit.
+
+    Of an expanded or overlapping tensor rows share numbers: some of them are others then.
+    """
     if values.dim() == 0:
         return values
     if layout == "padded":
@@ -52,6 +56,16 @@ def laid_out(values: torch.Tensor, layout: str, by: int) -> torch.Tensor:
         return values.transpose(0, 1).contiguous().transpose(0, 1)
     if layout == "columns" and values.dim() > 1:
         return values.movedim(-1, 0).contiguous().movedim(0, -1)
+    if layout == "negative" and values.is_floating_point():
+        return torch._neg_view(values.neg())
+    if layout == "expanded" and values.dim() > 1 and values.shape[0]:
+        return values[:1].contiguous().expand(values.shape)
+    if layout == "overlapping" and values.dim() > 1 and values.numel():
+        strides, step = [1], min(by, values.shape[-1])
+        for size in reversed(values.shape[1:-1]):
+            strides.append(step)
+            step *= size
+        return values.contiguous().as_strided(values.shape, (step, *reversed(strides)))
     if layout == "every other":
         return values.repeat_interleave(2, -1)[..., ::2]
     return values

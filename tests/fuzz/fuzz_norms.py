@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from fuzz_layouts import shapes
 from fuzz_plan import SEEDS, Arguments, Family, Maker, Plan, dtype_of, plan
-from fuzz_values import ALL, DTYPES, Drawn, drawn
+from fuzz_values import ALL, DTYPES, LAYOUTS, WRITABLE, Drawn, drawn
 from hypothesis import strategies as st
 
 # Squares of a row are added up in fp32: beyond this they may overflow, for want of a second pass.
 HUGE = 1e16
 # A product of three such numbers in the gradient, and a sum of them, is still one.
 HUGE_GRADIENT = 1e8
-VECTOR_LAYOUTS = ("dense", "dense", "shifted", "every other")
+VECTOR_LAYOUTS = ("dense", "dense", "shifted", "every other", "negative")
 FORWARD = ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "fused_add_rms_norm_")
 BACKWARD = ("rms_norm_backward", "layer_norm_backward")
 FP8 = ("rms_norm_fp8", "add_rms_norm_fp8", "layer_norm_fp8", "add_layer_norm_fp8")
@@ -30,8 +30,10 @@ def plans(draw: Any, op: str) -> Plan:
     def dtype() -> str:
         return draw(st.sampled_from(DTYPES)) if mixed else first
 
+    layouts = WRITABLE if op.startswith("fused_") else LAYOUTS
+
     def rows(specials: tuple[str, ...] = ALL) -> Drawn:
-        return draw(drawn(dtype=dtype(), specials=specials))
+        return draw(drawn(dtype=dtype(), specials=specials, layouts=layouts))
 
     def vector(specials: tuple[str, ...] = ()) -> Drawn | None:
         if not draw(st.booleans()):
@@ -41,7 +43,7 @@ def plans(draw: Any, op: str) -> Plan:
 
     words: dict[str, Any] = {"shape": shape, "x": rows(), "weight": vector()}
     if op.startswith(("add_", "fused_")):
-        words["residual"] = rows(("nan", "infs", "zero", "huge"))
+        words["residual"] = rows(("nan", "infs", "zero", "huge", "magnitudes"))
     if "layer_norm" in op:
         words["bias"] = vector()
     words["eps"] = draw(st.sampled_from([1e-6, 1e-5, 0.1]))
@@ -102,7 +104,11 @@ def _family(op: str) -> Family:
     if op in FP8:
         results = (*rows, len(rows))  # the scale of each row; not if one is given: see the judge
         return Family(plans, make, rows, results, reference=(2.5, 6.0))
-    return Family(plans, make, rows, results, alike=op in BACKWARD)
+    if op in BACKWARD:
+        # Gradients of weights are sums over rows. One addition after another, the sums of 35 rows
+        # of 768 ordinary numbers are off by 1.7 to 2.8 roundings in the worst column.
+        return Family(plans, make, rows, results, alike=True, least=1.5)
+    return Family(plans, make, rows, results)
 
 
 FAMILIES = {op: _family(op) for op in (*FORWARD, *BACKWARD, *FP8)}

@@ -94,14 +94,19 @@ class Maker:
         *,
         huge: float = float("inf"),
         factor: float = 1.0,
+        changed: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> Any:
-        """Of the plan's word `name`, or of `how`; None if that is. `factor`: of ordinary values."""
+        """Of the plan's word `name`, or of `how`; None if that is. `factor`: of ordinary values.
+
+        `changed`: what becomes of the values before they are laid out.
+        """
         how = how or getattr(self.plan, name)
         if how is None:
             return None
         how = how._replace(scale=how.scale * factor)
         values = filled(how, shape, self.generator(name), huge, ordinary=self.ordinary)
-        return laid_out(values.to(self.device), how.layout, how.by)
+        values = values.to(self.device)
+        return laid_out(values if changed is None else changed(values), how.layout, how.by)
 
     def integers(self, name: str, low: int, high: int, shape: tuple[int, ...]) -> torch.Tensor:
         """From `low` to `high` - 1, on the CPU."""

@@ -16,7 +16,8 @@ HUGE = 1e30
 SIZES = st.one_of(st.integers(1, 300), st.sampled_from([8, 64, 128, 200, 256, 512]))
 DEPTHS = st.one_of(SIZES, st.sampled_from([1000, 1024, 2048]))
 NARROW = ("bfloat16", "bfloat16", "float16", "float32")  # as most calls are
-LAYOUTS = (*["dense"] * 6, "padded", "shifted", "columns", "every other")
+ODD = ("negative", "expanded", "overlapping")
+LAYOUTS = (*["dense"] * 6, "padded", "shifted", "columns", "every other", *ODD)
 FACTORS = ("nan", "inf", "zero", "subnormal")
 
 

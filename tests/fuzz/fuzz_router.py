@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gristmill.ops.registry import OPS
 
-LAYOUTS = ("dense", "dense", "padded", "shifted", "columns")
+LAYOUTS = (*["dense"] * 3, "padded", "shifted", "columns", "negative", "expanded", "overlapping")
 HUGE_GRADIENT = 1e15
 # A score below 1e-38, times that.
 LOST = 1e-20
@@ -45,9 +45,9 @@ def plans(draw: Any, op: str) -> Plan:
 
 def make(maker: Maker) -> Arguments:
     given = maker.plan
-    logits = maker.tensor("logits", (given.rows, given.experts))
-    if given.grid:
-        logits.copy_(logits.float().round())
+    logits = maker.tensor(
+        "logits", (given.rows, given.experts), changed=torch.round if given.grid else None
+    )
     bias = None
     if given.bias is not None:
         values = maker.uniform("bias", (given.experts,))

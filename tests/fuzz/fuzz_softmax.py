@@ -49,6 +49,7 @@ def plans(draw: Any, op: str) -> Plan:
     }
     if len(shape) > 1:
         words["causal"] = draw(st.sampled_from([None, "top_left", "bottom_right"]))
+    words["spoil"] = draw(st.sampled_from([None, None, "hidden", "visible", "both"]))
     if backward:
         words["dy"] = draw(drawn(specials=ALL))
     return plan(op, draw(SEEDS), **words)
@@ -59,15 +60,46 @@ def make(maker: Maker) -> Arguments:
     backward, mask = given.op.endswith("_backward"), _mask(maker)
     causal = CAUSAL[given.causal]
     plain = mask is None and given.scale > 0
-    x = maker.tensor("x", shape, huge=float("inf") if plain else HUGE_PRODUCT)
-    if given.scale > 0:  # else they are +inf, or NaN
-        out = maker.uniform("keep", shape) >= given.keep
-        x.masked_fill_(out.to(maker.device), NONE)
+
+    def changed(x: torch.Tensor) -> torch.Tensor:
+        if given.scale > 0:  # else they are +inf, or NaN
+            out = maker.uniform("keep", shape) >= given.keep
+            x = x.masked_fill(out.to(maker.device), NONE)
+        return x if backward else _spoiled(maker, x)
+
+    huge = float("inf") if plain else HUGE_PRODUCT
+    x = maker.tensor("x", shape, huge=huge, changed=changed)
     if not backward:
         return x, causal, given.scale, mask
     y = OPS[given.op.removesuffix("_backward")].reference(x, causal, 1.0, mask)
     y = laid_out(y.contiguous(), given.x.layout, given.x.by)
-    return maker.tensor("dy", shape, huge=HUGE_GRADIENT), y, causal, given.scale
+    dy = maker.tensor("dy", shape, huge=HUGE_GRADIENT, changed=lambda dy: _spoiled(maker, dy))
+    return dy, y, causal, given.scale
+
+
+def _spoiled(maker: Maker, rows: torch.Tensor) -> torch.Tensor:
+    """With NaN or an infinity on both sides of the causal limit, or on one, in some of the rows."""
+    given, shape = maker.plan, rows.shape
+    spoil = given.words.get("spoil")
+    if spoil is None or maker.ordinary or not rows.numel():
+        return rows
+    queries = shape[-2] if len(shape) > 1 else 1
+    limits = torch.arange(rows.numel() // shape[-1]) % queries
+    limits = limits + (shape[-1] - queries if given.causal == "bottom_right" else 0)
+    distances = maker.integers("distance", 0, 20, (2, *limits.shape))
+    flat = rows.reshape(-1, shape[-1]).clone()
+    values = torch.tensor([float("nan"), float("inf"), NONE]).to(rows.dtype)
+    for side, columns in (
+        ("visible", limits - distances[0]),
+        ("hidden", limits + 1 + distances[1]),
+    ):
+        if spoil not in (side, "both"):
+            continue
+        there = (maker.uniform(side, limits.shape) < 0.2) & (columns >= 0) & (columns < shape[-1])
+        places = there.nonzero().flatten()
+        what = values[maker.integers(f"what {side}", 0, 3, (len(places),))]
+        flat[places.to(rows.device), columns[places].to(rows.device)] = what.to(rows.device)
+    return flat.view(shape)
 
 
 def _mask(maker: Maker) -> torch.Tensor | None:

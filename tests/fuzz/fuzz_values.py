@@ -6,6 +6,7 @@ on any device, and can be pasted into a test.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 
 DTYPES = ("bfloat16", "float16", "float32")
 SCALES = (1.0, 1.0, 1e-3, 30.0)
-# What a special is, and where: `mixed` are NaN and both infinities, turn and turn about.
+# What a special is, and where: `mixed` are NaN and both infinities, turn and turn about;
+# `magnitudes` are numbers from 1e4 to the largest, evenly by their logarithms.
 NUMBERS: dict[str, tuple[float, ...]] = {
     "nan": (float("nan"),),
     "inf": (float("inf"),),
@@ -22,9 +24,10 @@ NUMBERS: dict[str, tuple[float, ...]] = {
     "mixed": (float("nan"), float("inf"), float("-inf")),
     "zero": (0.0, -0.0),
 }
-FINITE = ("zero", "subnormal", "huge")
+FINITE = ("zero", "subnormal", "huge", "magnitudes")
 ALL = ("nan", "inf", "-inf", "infs", "mixed", *FINITE)
-LAYOUTS = ("dense", "dense", "dense", "padded", "shifted", "permuted", "columns")
+WRITABLE = (*["dense"] * 4, "padded", "shifted", "permuted", "columns", "negative")
+LAYOUTS = (*WRITABLE, "expanded", "overlapping")
 
 
 class Drawn(NamedTuple):
@@ -71,7 +74,9 @@ def filled(
     `ordinary`: without the specials, and otherwise the same numbers.
     """
     dtype = getattr(torch, how.dtype)
-    values = (torch.randn(shape, generator=generator) * how.scale).to(dtype)
+    info = torch.finfo(dtype)
+    values = torch.randn(shape, generator=generator) * how.scale
+    values = values.clamp(info.min, info.max).to(dtype)
     if ordinary or how.special is None or values.numel() == 0:
         return values
     rows = values.view(-1, shape[-1]) if shape else values.view(1, 1)
@@ -95,6 +100,10 @@ def _numbers(
     info = torch.finfo(dtype)
     if special == "subnormal":
         return (part * info.tiny).to(dtype)
-    assert special == "huge"
     largest = min(info.max, huge)
+    if special == "magnitudes":
+        low = min(4.0, math.log10(largest))
+        powers = 10 ** (low + part.abs() * (math.log10(largest) - low))
+        return (part.sign() * powers).clamp(info.min, info.max).to(dtype)
+    assert special == "huge"
     return (part.sign() * (0.5 + part.abs() / 2) * largest).clamp(info.min, info.max).to(dtype)

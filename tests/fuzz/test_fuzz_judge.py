@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import json
 import math
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,13 +16,15 @@ from typing import Any
 import fuzz_judge
 import pytest
 import torch
-from conformance_truth_core import Truth
+from conformance_helpers import copied
+from conformance_truth_core import Truth, unit, walk
 from fuzz_again import FREE, OF_A_KIND
 from fuzz_families import FAMILIES
 from fuzz_judge import Ways, error_of, judged
-from fuzz_plan import Plan, plan
+from fuzz_layouts import laid_out
+from fuzz_plan import Maker, Plan, plan
 from fuzz_run import each_plan
-from fuzz_values import Drawn
+from fuzz_values import Drawn, filled
 
 ROOT = Path(__file__).parents[2]
 INF, NAN = float("inf"), float("nan")
@@ -80,6 +85,10 @@ def test_ways_of_their_own() -> None:
     assert error_of(truth(1.0), zero, Ways(spoiled=True)) > 100
     assert error_of(truth(NAN), zero, Ways(relu=True)) == 0.0
     assert error_of(truth(NAN), zero + 1, Ways(relu=True)) == INF
+    large = truth(1e36, terms=1e36)  # of a sum of a thousand times that
+    assert error_of(large, zero + INF, Ways()) > 100
+    assert error_of(large, zero + INF, Ways(way=1e3)) == 0.0
+    assert error_of(truth(1e20, terms=1e20), zero + INF, Ways(way=1e3)) > 100
 
 
 def _off(x: torch.Tensor, y: torch.Tensor) -> None:
@@ -182,8 +191,126 @@ def test_a_shard_is_judged_as_a_whole() -> None:
     assert error(largest - off, math.exp(off) * 1.001, 0.0) > 100
 
 
+@pytest.mark.parametrize("depth", [64, 500, 2000])
+def test_sums_of_an_outlier_walk_as_far_as_they_are_allowed_to(depth: int) -> None:
+    """One product after another in fp32: beyond any number of terms, within some of the walk."""
+    generator = torch.Generator().manual_seed(depth)
+    x = torch.randn(1, depth, generator=generator)
+    x[0, 0] = 1e5
+    w = torch.randn(depth, 4000, generator=generator)
+    sums = torch.zeros(4000)
+    for k in range(depth):
+        sums = sums + x[0, k] * w[k]
+    exact, terms = x.double() @ w.double(), x.double().abs() @ w.double().abs()
+    off = (sums.double() - exact).abs() / unit(torch.float32)
+    assert (off > (depth / 32) ** 0.5 * terms).any()
+    far = walk(x, w)
+    assert 2.0 < float((off / far).max()) < 6.0
+    plain = x.clone()
+    plain[0, 0] = 1.0
+    terms = plain.double().abs() @ w.double().abs()
+    assert (walk(plain, w) < terms).double().mean() > 0.95
+
+
 def test_a_plan_is_python_that_makes_it() -> None:
     assert eval(repr(CALL), {"plan": plan, "Drawn": Drawn}) == CALL
+
+
+@pytest.mark.parametrize(
+    ("layout", "strides"),
+    [
+        ("negative", (12, 4, 1)),
+        ("expanded", (0, 4, 1)),
+        ("overlapping", (9, 3, 1)),
+        ("permuted", (4, 8, 1)),
+    ],
+)
+def test_layouts_and_copies_of_them(layout: str, strides: tuple[int, ...]) -> None:
+    values = torch.randn(2, 3, 4)
+    found = laid_out(values, layout, 3)
+    assert (found.shape, found.stride()) == (values.shape, strides)
+    assert found.is_neg() == (layout == "negative")
+    if layout in ("negative", "permuted"):
+        assert torch.equal(found, values)
+    assert torch.equal(found[0], values[0]) or layout == "overlapping"
+    (copy,) = copied((found,))
+    assert (copy.stride(), copy.is_neg()) == (found.stride(), found.is_neg())
+    assert bool(fuzz_judge._equal_bits(copy, found).all())
+    assert not bool(fuzz_judge._equal_bits(copy, found.neg()).any())
+
+
+def test_magnitudes_are_numbers_from_1e4_to_the_largest() -> None:
+    for dtype, largest in (("float32", 3.4e38), ("bfloat16", 3.4e38), ("float16", 65504.0)):
+        how = Drawn(dtype, special="magnitudes", where="rows", count=4)
+        values = filled(how, (4, 500), torch.Generator().manual_seed(0), math.inf, ordinary=False)
+        sizes = values.double().abs()
+        assert 0.99e4 < sizes.min() < 2e4
+        assert largest / 2 < sizes.max() <= largest * 1.01
+        assert (sizes < (1e4 * largest) ** 0.5).double().mean().sub(0.5).abs() < 0.1
+
+
+@pytest.mark.parametrize("causal", [None, "top_left", "bottom_right"])
+def test_a_causal_call_has_specials_on_the_sides_that_are_asked_for(causal: str | None) -> None:
+    for spoil in (None, "hidden", "visible", "both"):
+        words = {"shape": (40, 60), "x": Drawn(), "keep": 1.0, "scale": 1.0, "mask": None}
+        call = plan("softmax", 1, **words, causal=causal, spoil=spoil)
+        x, *_ = FAMILIES["softmax"].make(Maker(call, "cpu"))
+        hidden = torch.ones(40, 60).triu(21 if causal == "bottom_right" else 1) > 0
+        special = ~x.isfinite()
+        assert bool((special & hidden).any()) == (spoil in ("hidden", "both"))
+        assert bool((special & ~hidden).any()) == (spoil in ("visible", "both"))
+        x, *_ = FAMILIES["softmax"].make(Maker(call, "cpu", ordinary=True))
+        assert bool(x.isfinite().all())
+
+
+def _tool() -> Any:
+    spec = importlib.util.spec_from_file_location("fuzz_tool", ROOT / "tools/fuzz.py")
+    assert spec is not None
+    assert spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    return tool
+
+
+def test_a_case_that_went_wrong_is_in_the_folder_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tool = _tool()
+    options = argparse.Namespace(
+        cases=8, repeat=1, device="cpu", limit_seconds=9.0, out=tmp_path, json=tmp_path / "all.json"
+    )
+    run = tool.Run(["rms_norm"], options, seed=1, cache="")
+    answer = {"op": "rms_norm", "first": True, "seconds": 1.0, "variants": ["reference"]}
+    run._take({**answer, "plan": "plan('right')", "mismatches": []})
+    for number in range(7):
+        run._take({**answer, "plan": f"plan({number})", "mismatches": [f"off by {number}"]})
+        lines = (tmp_path / "mismatches.jsonl").read_text().splitlines()
+        assert json.loads(lines[-1]) == {
+            "op": "rms_norm",
+            "plan": f"plan({number})",
+            "mismatches": [f"off by {number}"],
+        }
+        assert len(lines) == number + 1
+    assert run.report() == 1
+    shown = capsys.readouterr().out.splitlines()
+    assert [f"    plan({number})," in shown for number in range(7)] == [True] * 5 + [False] * 2
+    assert "and 2 more of rms_norm" in shown
+    assert shown[-1].startswith("8 of 8 cases, of 8 plans, run 8 times on cpu, 7 mismatches")
+    assert len(json.loads((tmp_path / "all.json").read_text())["failures"]) == 7
+
+
+def test_a_call_that_runs_when_time_is_over_is_ended_and_no_mismatch(tmp_path: Path) -> None:
+    options = argparse.Namespace(device="cpu", repeat=1)
+    tool = _tool()
+    tool.GRACE_SECONDS = 0.1
+    worker = tool.Worker(options, str(tmp_path))
+    start = time.monotonic()
+    item = {"op": "rms_norm", "count": 500, "seed": 1, "until": time.time()}
+    assert not worker.ask(item, lambda answer: None)
+    assert worker.reason == ""
+    worker.end(now=True)
+    assert time.monotonic() - start < 20
+    assert worker.process.returncode is not None
 
 
 @pytest.mark.long

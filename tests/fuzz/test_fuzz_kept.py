@@ -54,6 +54,7 @@ ROUTER: dict[str, Any] = {
     "renormalize": True,
 }
 SIGMOID, PLAIN = {**ROUTER, "scoring": "sigmoid"}, {**ROUTER, "renormalize": False}
+DENSE: dict[str, Any] = {"ids": "int32", "mapped": False, "w13_bias": None}
 PACKED: dict[str, Any] = {
     "experts": 1,
     "topk": 1,
@@ -126,7 +127,65 @@ KEPT: dict[str, Plan] = {
         bias=FP32,
         activation="silu",
     ),
-    # Beyond a causal limit kernels write zeros, in rows of NaN as well.
+    # A CPU's BLAS began its sums with the bias, and rounded 1000 times at its size: 9.95 of 2.
+    "small products and a bias, library on a CPU": plan(
+        "linear_with_pre",
+        2968267,
+        leading=(163,),
+        columns=8,
+        depth=1000,
+        x=FP32._replace(scale=0.001, by=6),
+        weight=FP32._replace(layout="every other", by=10),
+        bias=FP32._replace(layout="shifted", by=16),
+        activation="relu",
+    ),
+    # One number of 2000 among 240 of a row, at whose size its sums are rounded: 12.0 of 11.8.
+    "an outlier in a mixture of experts": plan(
+        "moe_backward",
+        1239358,
+        rows=2,
+        **{
+            **DENSE,
+            "experts": 5,
+            "topk": 3,
+            "hidden": 240,
+            "inner": 288,
+            "x": FP32._replace(special="huge"),
+            "weights": FP32._replace(layout="shifted", by=10),
+            "w2_bias": FP16._replace(by=8),
+            "activation": "swiglu_oai",
+            "limit": 0.5,
+            "alpha": 0.5,
+        },
+        weight_layout="shifted",
+        dy=FP32._replace(special="subnormal", count=2, layout="padded", by=16),
+        weight_grad=True,
+    ),
+    # The sum of all distances leaves fp32 before the share of each class is taken of it.
+    "a smoothed loss of the largest logits": plan(
+        "cross_entropy",
+        478680,
+        shape=(41, 1249),
+        logits=FP32._replace(scale=1e38, special="infs", where="rows", count=2),
+        **{**ENTROPY, "ignored": 0.3, "smoothing": 0.1, "reduction": "none"},
+        weight="bfloat16",
+        return_lse=True,
+    ),
+    # 134 equal rows one after another: all roundings between two powers of two go the same way.
+    "an expanded gradient, library": plan(
+        "layer_norm_backward",
+        5700,
+        shape=(134, 82),
+        x=FP32._replace(scale=30.0, special="mixed", count=2, layout="overlapping", by=16),
+        weight=None,
+        bias=FP32,
+        eps=1e-6,
+        offset=1.0,
+        dy=FP32._replace(layout="expanded"),
+        dsum=None,
+        weight_grad=False,
+    ),
+    # Beyond a causal limit kernels write zeros while a row comes, and NaN later if it is NaN.
     "NaN in a causal softmax": plan(
         "softmax",
         308,
@@ -436,6 +495,30 @@ KEPT: dict[str, Plan] = {
         **{**ROUTER, "experts": 80, "topk": 6, "groups": (8, 1), "bias": "bfloat16"},
         logits=FP32._replace(scale=30.0),
         dweights=FP16._replace(special="inf", count=2),
+    ),
+    # The judge's: the sum of 35 rows is off by 2.2 roundings in one of 768 columns.
+    "a sum of rows that walks": plan(
+        "layer_norm_backward",
+        8499,
+        shape=(35, 768),
+        x=FP32._replace(scale=0.001),
+        weight=FP32._replace(scale=30.0, layout="shifted", by=15),
+        bias=FP32._replace(scale=0.001),
+        eps=0.1,
+        offset=1.0,
+        dy=FP32._replace(layout="padded", by=10),
+        dsum=FP32._replace(scale=30.0, layout="shifted", by=14),
+        weight_grad=True,
+    ),
+    # Distances of logits are infinite, and with a smoothing of 1 the target has no share of one.
+    "no share of an infinite distance": plan(
+        "cross_entropy_one_pass",
+        31,
+        shape=(18, 1536),
+        logits=BF16._replace(scale=1e38, special="-inf", where="places", count=1),
+        **{**ENTROPY, "ignored": 0.3, "wrong": 1, "smoothing": 1.0, "reduction": "none"},
+        weight="float16",
+        return_lse=True,
     ),
 }
 # Calls with one wrong argument: its position, and what comes instead.
