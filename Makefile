@@ -41,8 +41,9 @@ test: ## run every test that is not marked long (with those for a GPU, where the
 test-long: ## run the tests marked long
 	@python=$$(tools/environment test) && "$$python" -m pytest -n $(WORKERS) --dist loadfile -m long
 
-test-gpu: ## run the tests that need a GPU, one at a time
-	@python=$$(tools/environment test) && "$$python" -m pytest -m gpu
+test-gpu: ## run the tests that need a GPU, [GPU_WORKERS] at a time; with LONG=1 the long ones, too
+	@python=$$(tools/environment test) && "$$python" tools/gpu_tests.py \
+	  $(if $(GPU_WORKERS),--workers $(GPU_WORKERS)) $(if $(LONG),--long)
 
 test-browser: ## look at the report and the site in a headless Chromium, which is installed where it can be
 	@python=$$(tools/environment test) && tools/browser >/dev/null && \

@@ -26,6 +26,8 @@ def pytest_report_header() -> str | None:
     return None if torch.cuda.is_available() else "no CUDA device: tests marked gpu are left out"
 
 
+ALONE = "needs a GPU that nothing else uses"
+
 # Folders whose tests go through cases that are alike by the hundred: of a test with so many, one in
 # three runs with every change, the same in every process, and all of them with the long tests.
 SAMPLED = ("conformance", "kernels")
@@ -48,6 +50,10 @@ def pytest_mark_all_but_a_sample(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(trylast=True)  # what -m and -k leave out is gone by then
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without a GPU a third of all tests is left out; to skip 12,000 one by one takes a while."""
+    if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
+        for item in items:
+            if item.get_closest_marker("alone"):
+                item.add_marker(pytest.mark.skip(reason=f"{ALONE}: `make test-gpu` sees to that"))
     if torch.cuda.is_available():
         return
     others = [item for item in items if not item.get_closest_marker("gpu")]
@@ -70,10 +76,25 @@ def little_garbage_to_search() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def memory_goes_back() -> Iterator[None]:
+    """What torch keeps of a GPU's memory for later is missing to the other workers."""
+    yield
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Kernels and tables of a test run go to a folder of that run, for child processes as well."""
+    """Kernels and tables of a test run go to a folder of that run, for child processes as well.
+
+    Workers have tables of their own, and share what they compile.
+    """
     folder = tmp_path_factory.mktemp("cache")
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        kernels = tmp_path_factory.getbasetemp().parent / "kernels"
+        kernels.mkdir(mode=0o700, exist_ok=True)
+        (folder / "kernels").symlink_to(kernels)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRISTMILL_CACHE_DIR", str(folder))
         reload_settings()

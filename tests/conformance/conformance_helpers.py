@@ -117,6 +117,8 @@ def copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_neg():
+        return torch._neg_view(_copy(torch._neg_view(tensor)))
     whole = tensor.untyped_storage().clone()
     copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     copy.set_(whole, tensor.storage_offset(), tensor.size(), tensor.stride())
@@ -139,7 +141,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.contiguous().view(integers[tensor.element_size()])
+    return tensor.resolve_neg().contiguous().view(integers[tensor.element_size()])
 
 
 def tuned_launches(problem: Problem) -> int:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import torch
-from conformance_truth_core import BEFORE_ROUNDING, Truth, accumulator_of, unit
+from conformance_truth_core import BEFORE_ROUNDING, Truth, accumulator_of, unit, walk
 
 Tensor = torch.Tensor
 
@@ -171,6 +171,8 @@ def activation_of(name: str, gate: Tensor, up: Tensor, alpha: float | None) -> T
 def _expert(number: int, mixture: Mixture) -> Expert:
     x, w13, w2 = mixture.x, mixture.w13(number), mixture.w2(number)
     both, terms = x.double() @ w13.t(), x.double().abs() @ w13.abs().t()
+    if x.numel():
+        terms = torch.maximum(terms, walk(x, w13.t()))
     units = _rounding(both, x.dtype)
     if mixture.w13_bias is not None:
         bias = mixture.w13_bias[number].double()

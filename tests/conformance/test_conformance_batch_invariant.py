@@ -6,6 +6,7 @@ And determinism: a second run gives the same bits.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import row_calls
 import torch
 from conformance_helpers import DEVICES, same_bits
-from row_calls import CALLS, PLACES, ROW_CALLS, Arguments, RowCall, launch_of
+from row_calls import CALLS, PLACES, ROW_CALLS, Arguments, RowCall, chosen_for, launch_of
 
 import gristmill
 from gristmill.errors import VariantUnavailable
@@ -23,6 +24,7 @@ from gristmill.ops.registry import OPS
 from gristmill.ops.softmax.semantics import BOTTOM_RIGHT, TOP_LEFT
 from gristmill.select.chooser import ranked
 from gristmill.select.device import KNOWN
+from gristmill.select.tables import tables_for
 from gristmill.settings import reload_settings
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -252,6 +254,31 @@ def test_the_launch_knows_neither_the_rows_nor_where_they_lie(call: RowCall, arc
             assert launch_of(call, args, KNOWN[arch]) == expected, (columns, place)
 
 
+@pytest.mark.parametrize("call", ROW_CALLS, ids=str)
+def test_a_tuned_launch_is_taken_for_any_number_of_rows(call: RowCall) -> None:
+    """Tables have rows for many sizes of a batch; in this mode one of them counts."""
+    device, counts = KNOWN["sm_90a"], (1, 3, 300, 2048, 4096, 70_000)
+    tables = [source.table for source in tables_for(device)]
+    families = {row.family for table in tables for row in table.rows.values()}
+    named = [family for family in families if family.startswith(f"{call.op} ")]
+    for columns in sorted({int(re.search(r" N=(\d+)", family)[1]) for family in named}):
+        one = call.make(1, columns, torch.bfloat16, "meta")
+        batches = [call.laid(one, partial(_of_many, count)) for count in counts]
+        assert len({launch_of(call, batch, device) for batch in batches}) == 1, columns
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "softmax", "cross_entropy"])
+def test_without_the_mode_the_launch_follows_the_rows(name: str) -> None:
+    """And with it the last bits of a row: what the mode is for."""
+    call = next(call for call in ROW_CALLS if call.op == name)
+    one = call.make(1, 2048, torch.bfloat16, "meta")
+    launches = set()
+    for count in (3, 300, 2048, 4096, 70_000):
+        choice, _ = chosen_for(call, call.laid(one, partial(_of_many, count)), KNOWN["sm_90a"])
+        launches.add((choice.variant, choice.config))
+    assert len(launches) > 1
+
+
 def _of_many(count: int, row: torch.Tensor) -> torch.Tensor:
     return torch.empty((count, *row.shape[1:]), dtype=row.dtype, device="meta")
 
@@ -272,26 +299,31 @@ def test_more_rows_than_a_launch_has_are_refused(name: str) -> None:
 # --- on a GPU
 
 
+LENGTHS = [
+    (64, torch.bfloat16),
+    (100, torch.bfloat16),
+    (257, torch.float32),
+    (1024, torch.float16),
+    (4096, torch.bfloat16),
+    (4096, torch.float32),
+    (8200, torch.bfloat16),
+    (16384, torch.bfloat16),
+]
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("invariant")
 @pytest.mark.parametrize(
-    ("columns", "dtype"),
+    ("call", "columns", "dtype"),
     [
-        (64, torch.bfloat16),
-        (100, torch.bfloat16),
-        (257, torch.float32),
-        (1024, torch.float16),
-        (4096, torch.bfloat16),
-        (4096, torch.float32),
-        (8200, torch.bfloat16),
-        (16384, torch.bfloat16),
+        pytest.param(call, columns, dtype, id=f"{call}-{columns}-{dtype}")
+        for call in CALLS
+        for columns, dtype in LENGTHS
+        # A larger product is slow where each row is computed alone.
+        if call in ROW_CALLS or columns <= 4096
     ],
-    ids=str,
 )
-@over_calls
 def test_rows_on_a_gpu(call: RowCall, columns: int, dtype: torch.dtype) -> None:
-    if call not in ROW_CALLS and columns > 4096:
-        pytest.skip("a product of this size is slow where each row is computed alone")
     torch.manual_seed(columns)
     counts = (1, 3, 129, 5000) if call in ROW_CALLS else (1, 3, 40)
     for count in counts:

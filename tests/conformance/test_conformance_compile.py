@@ -234,6 +234,22 @@ def test_inline_shows_the_compiler_the_formula_while_it_lasts() -> None:
 
 
 @pytest.mark.usefixtures("nothing_inlined")
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
+def test_an_inlined_norm_reads_a_row_for_its_squares_alone(name: str) -> None:
+    """The scaling of rows that fp32 has no squares of is left out: it needs the largest value."""
+    graphs: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph.code)
+        return graph.forward
+
+    with gristmill.inline(name):
+        torch.compile(getattr(gristmill, name), backend=backend, fullgraph=True)(torch.rand(4, 64))
+    (code,) = graphs
+    assert "square" in code
+    assert "vector_norm" not in code
+
+
 def test_inline_of_one_op_leaves_the_others() -> None:
     recorder = Recorder()
     with gristmill.inline("rms_norm"):

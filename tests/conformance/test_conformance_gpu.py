@@ -17,6 +17,7 @@ from conformance_truth import results_of
 import gristmill
 from gristmill.ops.op import Op
 from gristmill.ops.registry import OPS
+from gristmill.select.chooser import ranked
 from gristmill.select.variant import Variant
 
 pytestmark = pytest.mark.gpu
@@ -181,23 +182,35 @@ def test_twenty_runs_give_the_same_bits(op: Op, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "fused_add_rms_norm_"])
-def test_a_row_is_the_same_in_every_batch_of_one_variant(name: str) -> None:
-    """Not promised across variants and configs: only while both stay the same."""
+def test_a_row_is_the_same_in_every_batch_of_one_launch(name: str) -> None:
+    """Outside `batch_invariant` the launch follows the number of rows; under one launch none does.
+
+    Every launch that is chosen for one of these batches runs all of them.
+    """
     op = OPS[name]
     args = example(op, (4096, 2048))
-    chosen = gristmill.explain(op.name, *args)
-    whole = answer(op, chosen.chosen, args)
-    part = tuple(
-        arg[:2048] if isinstance(arg, torch.Tensor) and arg.dim() > 1 else arg for arg in args
-    )
-    again = gristmill.explain(op.name, *part)
-    configs = [
-        next(row.config for row in one.rows if row.status == "chosen") for one in (chosen, again)
-    ]
-    assert chosen.chosen == again.chosen
-    assert configs[0] == configs[1]
-    for one, other in zip(answer(op, chosen.chosen, part), whole, strict=True):
-        assert same_bits(one, other[:2048])
+    batches = {
+        count: tuple(
+            arg[:count] if isinstance(arg, torch.Tensor) and arg.dim() > 1 else arg for arg in args
+        )
+        for count in (1, 3, 300, 2048, 4096)
+    }
+    launches = {
+        (choice.variant, choice.config)
+        for batch in batches.values()
+        for choice in ranked(op.name, op.variants, op.problem(*batch))
+        if choice.variant.name.startswith("cuda_")
+    }
+    assert len({variant for variant, _ in launches}) > 1
+    for variant, config in launches:
+        found = {}
+        for count, batch in batches.items():
+            own = copied(batch)
+            plan = variant.bind(op.problem(*own), config)
+            found[count] = results_of(op.name, own, plan(*own))
+        for count, results in found.items():
+            for one, whole in zip(results, found[4096], strict=True):
+                assert same_bits(one, whole[:count]), (variant.name, config, count)
 
 
 # --- the order of launches

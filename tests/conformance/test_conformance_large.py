@@ -12,7 +12,7 @@ from conformance_truth import results_of, truth_of
 
 from gristmill.ops.registry import OPS
 
-pytestmark = [pytest.mark.gpu, pytest.mark.long]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.long]
 
 SHAPES = [
     ((1 << 24) + 3, 128),

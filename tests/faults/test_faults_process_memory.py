@@ -302,6 +302,7 @@ def _calls_on_a_gpu() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], 
     yield "cross_entropy", trained, near_loss
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_on_a_gpu_that_is_full_a_call_raises_and_works_again_afterwards() -> None:
     for name, call, check_result in _calls_on_a_gpu():
@@ -316,6 +317,7 @@ def test_on_a_gpu_that_is_full_a_call_raises_and_works_again_afterwards() -> Non
         torch.cuda.synchronize()
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_on_a_gpu_that_is_full_at_a_first_call() -> None:
     """The plan is made in a full memory: a kernel may be loaded, its results find no room."""

@@ -78,6 +78,7 @@ def large_weight() -> NVFP4Tensor:
     return NVFP4Tensor(codes, scales.view(E4M3), torch.ones((), device="cuda"))
 
 
+@pytest.mark.alone
 def test_a_gpu_packs_in_place_with_little_beside_and_at_once() -> None:
     weight(64, 64).to("cuda").prepare("sm_90a", in_place=True)  # the kernel is compiled
     q = large_weight()

@@ -75,6 +75,7 @@ def test_one_compile_and_one_load_for_all() -> None:
     assert after["loads"] - before["loads"] == 1
 
 
+@pytest.mark.alone
 def test_the_stream_given_is_the_stream_used() -> None:
     out, side, other = zeros(64), torch.cuda.Stream(), torch.cuda.Stream()
     early = torch.empty(64, pin_memory=True)
@@ -128,6 +129,7 @@ def test_clusters(hopper: None, cluster: int) -> None:
     assert torch.equal(out.cpu(), 100.0 * cluster + ranks)
 
 
+@pytest.mark.alone
 def test_cooperative_launch_runs_all_blocks_at_once() -> None:
     meet = get("meet")
     multiprocessors = torch.cuda.get_device_properties().multi_processor_count
@@ -143,6 +145,7 @@ def test_cooperative_launch_runs_all_blocks_at_once() -> None:
     assert caught.value.name == "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE"
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("dependent", [True, False])
 def test_dependent_launch_begins_early_and_still_sees_the_result(
     hopper: None, dependent: bool

@@ -46,6 +46,7 @@ def test_tuning_on_the_device_changes_nothing_but_the_choice(case: Case) -> None
     assert same_bits(torch.rand(4, device="cuda"), following)
 
 
+@pytest.mark.alone
 def test_the_clock_of_the_device_decides() -> None:
     """Kernel time, not host time: one launch against one for each row."""
     triton_kernels = pytest.importorskip("multikernel_triton")

@@ -220,6 +220,7 @@ def cuda_sets(elements: int, count: int) -> list[tuple[torch.Tensor]]:
     return [(torch.rand(elements, device="cuda"),) for _ in range(count)]
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_graph_timing_leaves_out_the_host_and_orders_kernels() -> None:
     sets = cuda_sets(1 << 20, 80)
@@ -233,6 +234,7 @@ def test_graph_timing_leaves_out_the_host_and_orders_kernels() -> None:
     assert graph.us < time_host(lambda x: x.add_(1), tiny[0])
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_what_cannot_be_captured_is_timed_by_events_and_harms_nobody() -> None:
     sets = cuda_sets(1 << 16, 4)
@@ -251,6 +253,7 @@ def test_what_cannot_be_captured_is_timed_by_events_and_harms_nobody() -> None:
     assert not torch.cuda.is_current_stream_capturing()
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_memory_is_given_back_and_the_callers_stream_is_left_alone() -> None:
     sets = cuda_sets(1 << 20, 8)
@@ -261,6 +264,7 @@ def test_memory_is_given_back_and_the_callers_stream_is_left_alone() -> None:
     assert torch.cuda.memory_allocated() <= before + MB
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_cold_copies_are_slower_than_cached_ones() -> None:
     """A rotation over several times L2 must reach memory; two small sets must not."""

@@ -32,6 +32,7 @@ def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return gm.rms_norm(x, weight).float().square().mean()
 
 
+@pytest.mark.alone
 def test_forward_and_backward_of_a_step() -> None:
     x, weight = arguments()
     expected = step(x, weight)
@@ -66,6 +67,7 @@ def test_the_backward_pass_of_a_compiled_function() -> None:
     assert ops_of(report) == ["rms_norm", "rms_norm_backward"]
 
 
+@pytest.mark.alone
 def test_thorough_times_more_launches() -> None:
     x, weight = arguments()
     with torch.no_grad():
