@@ -13,8 +13,12 @@ FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 def committed_files() -> list[Path]:
     """Files that `gristmill bench` wrote; others there are of other makers."""
-    found = sorted(FOLDER.glob("*/*/*.json"))
-    return [path for path in found if {"meta", "rows"} <= set(json.loads(path.read_text()))]
+    return [path for path in sorted(FOLDER.glob("*/*/*.json")) if _is_of_bench(path)]
+
+
+def _is_of_bench(path: Path) -> bool:
+    data = json.loads(path.read_text())
+    return isinstance(data, dict) and {"meta", "rows"} <= data.keys()
 
 
 def committed() -> Results:
