@@ -1,9 +1,9 @@
-"""The gradient of a MultiKernel's torch op, for schemas that write to arguments as well.
+"""The gradient of a MultiKernel's torch op, including schemas that write to arguments.
 
-`torch.library.register_autograd` takes no schema that writes. Where autograd must see such a call,
-the op is recorded in its functional form: it reads the old values and gives its results and the new
-values, which torch's own `copy_` then writes. History, views, leaves and a compiler's view of what
-is overwritten are therefore those of `copy_`.
+`torch.library.register_autograd` accepts no schema that writes. A differentiated call is therefore
+recorded in its functional form, which takes the old values and returns the results and the new
+values. torch's own `copy_` then writes the new values, so history, views, leaves and the mutations
+that a compiler sees are those of `copy_`.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Gradient:
 
 
 class Differentiable:
-    """The calls of one torch op that autograd must see.
+    """The differentiated calls of one torch op.
 
-    `find()` gives the gradient that is registered at the time of a call, or None.
+    `find()` returns the gradient that is registered at the time of a call, or None.
     """
 
     def __init__(self, name: str, overload: Any, find: Callable[[], Gradient | None]) -> None:
@@ -53,7 +53,7 @@ class Differentiable:
     def completed(
         self, args: Arguments, kwargs: Mapping[str, Any]
     ) -> tuple[Arguments, dict[str, Any]]:
-        """The dispatcher leaves out arguments that equal their defaults."""
+        """All arguments: the dispatcher omits those that equal their defaults."""
         at = self._positional
         if len(args) < at:
             args = (*args, *self._defaults[len(args) : at])
@@ -76,7 +76,7 @@ class Differentiable:
         self._check_written(values)
         old = list(values)
         if gradient is not None and gradient.setup_context is not None:
-            for at in self._written:  # it may save them
+            for at in self._written:  # setup_context may save the old values
                 old[at] = _mapped(torch.clone, values[at])
         flat, lengths = _flattened(old)
         call = _Call(gradient, keys, lengths)
@@ -87,7 +87,7 @@ class Differentiable:
         return self._as_returned(outputs[: self._returns])
 
     def forward(self, ctx: Any, call: _Call, flat: Sequence[Any]) -> list[Any]:
-        """The op in its functional form, below autograd: results and new values."""
+        """The functional form of the op, below autograd: results, then new values."""
         old = _restored(flat, call.lengths)
         values = list(old)
         for at in self._written:
@@ -105,7 +105,7 @@ class Differentiable:
         return flat
 
     def backward(self, ctx: Any, call: _Call, flat: Sequence[Any]) -> list[Any]:
-        """A gradient for each value among the arguments, those in lists included."""
+        """A gradient for each value among the arguments, including those in lists."""
         if call.gradient is None:
             raise self.no_gradient()
         needed = ctx.needs_input_grad
@@ -160,7 +160,7 @@ class Differentiable:
         return results[0] if self._returns == 1 else tuple(results)
 
     def _check_written(self, values: Sequence[Any]) -> None:
-        """Raise for what must not be overwritten, before the kernel runs."""
+        """Reject written leaves and overlapping arguments before the kernel runs."""
         named = [
             (name, one, at in self._written)
             for at, (name, value) in enumerate(zip(self._names, values, strict=True))
@@ -170,7 +170,7 @@ class Differentiable:
             base = tensor._base
             for one, what in ((tensor, "a leaf"), (base, "a view of a leaf")):
                 if is_written and one is not None and one.is_leaf and one.requires_grad:
-                    raise NoGradientError(  # the words are torch's
+                    raise NoGradientError(  # as torch words it
                         f"{self._where}: {what} Variable that requires grad is being used in an "
                         f"in-place operation: {name} is written to; pass a clone of it"
                     )
@@ -203,7 +203,7 @@ def _function(name: str, op: Differentiable) -> Any:
         def backward(ctx: Any, *flat: Any) -> Any:
             return None, *op.backward(ctx, ctx.call, flat)
 
-    # The name of the second is what `grad_fn` shows and what anomaly detection finds fault with.
+    # `grad_fn` and anomaly detection show the name of the second.
     Function.__name__ = Function.__qualname__ = f"gristmill_user_{name}"
     node: Any = Function._backward_cls
     node.__name__ = node.__qualname__ = f"gristmill_user_{name}Backward"
@@ -211,7 +211,7 @@ def _function(name: str, op: Differentiable) -> Any:
 
 
 def _flattened(values: Sequence[Any]) -> tuple[list[Any], Lengths]:
-    """The values, with those of lists of tensors in their place."""
+    """The values, with lists of tensors expanded."""
     lengths = [len(one) if _is_list(one) else None for one in values]
     return [one for value in values for one in (value if _is_list(value) else (value,))], lengths
 
@@ -239,8 +239,8 @@ def _mapped(function: Function, value: Any) -> Any:
     return function(value) if isinstance(value, torch.Tensor) else value
 
 
-# Inductor drops a clone of a view, and torch 2.13 then overwrites other memory of its storage (a
-# clone and an operator that writes to it are enough): what a kernel writes to is an op's result.
+# Inductor removes a `clone` of a view, and torch 2.13 then overwrites other parts of its storage (a
+# clone followed by an op that writes to it is enough). An opaque op makes the copy instead.
 _COPY = "copy_to_write"
 LIBRARY.define(f"{_COPY}(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 LIBRARY.impl(_COPY, torch.clone, "CompositeExplicitAutograd")

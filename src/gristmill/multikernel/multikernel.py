@@ -202,24 +202,26 @@ class MultiKernel:
     def register_autograd(
         self, backward: Function, *, setup_context: Function | None = None
     ) -> None:
-        """Give the torch op a gradient, as ``torch.library.register_autograd``.
+        """Register the gradient of the torch op, as ``torch.library.register_autograd`` does.
 
-        It then holds in eager, too; without it kernels there are differentiated as they are.
+        It is used in eager mode as well. Without it autograd differentiates the functions
+        themselves in eager mode, and the torch op has no gradient.
 
-        An op that writes to arguments is differentiated in its functional form, which reads their
-        old values and gives its results, followed by the new values in the schema's order.
+        If the schema writes to arguments, the gradient is that of the functional form of the op,
+        which takes the old values of the written arguments and returns the results, followed by
+        the new values in the order of the schema.
 
         Args:
-            backward: ``backward(ctx, *gradients)`` gets a gradient for each of these results and
-                new values, and gives a gradient or None for each argument: of its old value, where
-                it is written to. Keyword-only arguments come last; if no tensor is among them, they
-                may be left out. In place of a list of tensors there is a list of gradients.
+            backward: ``backward(ctx, *gradients)`` takes a gradient for each result and each new
+                value. It returns a gradient or None for each argument: of its old value, if it is
+                written. Those of keyword-only arguments come last, and may be omitted if none of
+                these is a tensor. The gradient of a list of tensors is a list.
             setup_context: ``setup_context(ctx, inputs, output)`` saves what ``backward`` needs.
                 ``inputs`` are the positional arguments, with their old values. ``output`` is what
-                the op returns; where it writes, a tuple of the results and the new values. New
-                values that need no gradient (running statistics) are kept out of the graph by
-                ``ctx.mark_non_differentiable``. Keyword-only arguments are passed as
-                ``keyword_only_inputs``, a dict.
+                the op returns or, if the schema writes, a tuple of the results and the new values.
+                Call ``ctx.mark_non_differentiable`` for new values without a gradient, such as
+                running statistics. Keyword-only arguments are passed as ``keyword_only_inputs``,
+                a dict.
         """
         where = f"MultiKernel {self.name!r}: register_autograd"
         if self.op is None:

@@ -1,9 +1,9 @@
-"""What autograd does at an op that torch itself takes no gradient for.
+"""Autograd kernels for ops that `torch.library.register_autograd` does not support.
 
-torch knows a gradient for operators that write to none of their arguments. For all others its own
-fallback runs the operator and records nothing, so that gradients come out wrong without a word: in
-a compiled graph, where the kernel is a black box, and in eager mode. Every operator of ours
-therefore has a kernel of its own at the Autograd key, which is also what a compiler traces through.
+torch accepts gradients only for operators that write to none of their arguments. For all others its
+fallback runs the operator and records nothing, so gradients are silently wrong, in compiled graphs
+and in eager mode. Each such operator therefore gets its own kernel at the Autograd key, which
+compilers trace through as well.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _DispatchKey = torch._C.DispatchKey
 _below: Any = torch._C._after_autograd_keyset
 _BELOW: int = _below.raw_repr()
 
-# What is left of a call's keys below autograd where nothing but a backend is asked: no mode, no
-# transform, no subclass, no lazy bit of a tensor, no meta tensor. As bits: sets take 0.4 us more.
+# The keys of a call below autograd if only a backend is left: no mode, transform, subclass, lazy
+# tensor or meta tensor. Compared as bits, because key sets take 0.4 us longer.
 _BACKENDS = frozenset(
     torch._C.DispatchKeySet(key).raw_repr() for key in (_DispatchKey.CPU, _DispatchKey.CUDA)
 )
@@ -37,12 +37,12 @@ def define_autograd(
     differentiated: Differentiated,
     refuse_tangents: Callable[[Arguments], None],
 ) -> None:
-    """Register what happens to calls of `overload` at the Autograd key.
+    """Register the kernel of `overload` at the Autograd key.
 
-    `differentiated(keys, args, kwargs)` is called where autograd must see the call. All others go
-    on to `implementation`, the op's kernel for real tensors: at once where nothing else is asked
-    between the two, as a second way through the dispatcher costs a microsecond. It refuses dual
-    numbers itself; those of torch.func are gone when it is reached.
+    `differentiated(keys, args, kwargs)` is called if an argument requires a gradient. All other
+    calls run `implementation`, the kernel for real tensors: directly if no other key is left, since
+    a second pass through the dispatcher costs a microsecond. `implementation` rejects dual numbers
+    itself; those of torch.func are unwrapped before it is reached.
     """
 
     def autograd(keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -58,7 +58,7 @@ def define_autograd(
 
 
 def below_autograd(overload: Any, keys: Any, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
-    """The call as it is without autograd, which records nothing that happens in it."""
+    """Call the op below autograd, which records nothing inside of it."""
     with torch._C._AutoDispatchBelowAutograd():
         return overload.redispatch(keys & _below, *args, **kwargs)
 
@@ -70,7 +70,7 @@ def written_in(schema: Any) -> tuple[int, ...]:
 
 
 class Refusal:
-    """In place of an autograd function, for an op that has no gradient: raises when applied."""
+    """Stands in for an autograd function if an op has no gradient: raises when applied."""
 
     def __init__(self, name: str, instead: str | None) -> None:
         way_out = "call it under torch.no_grad(), or detach the argument"

@@ -1,9 +1,9 @@
-"""Whether tensors overlap in memory: exact for strided tensors, whatever their shapes and strides.
+"""Whether tensors overlap in memory: exact for strided tensors of any shape and strides.
 
-Two elements meet where a bounded sum of strides equals the distance of the tensors. Dims that are
-contiguous to each other are merged first, so that one or two are left of a usual layout, and the
-sum over the last two is solved by a congruence. Rows that lie side by side in one buffer do not
-overlap, though their ranges of addresses do.
+Two elements share memory if a bounded sum of strides equals the distance between the tensors.
+Contiguous dims are merged first, which leaves one or two dims of a usual layout, and the sum over
+the last two is solved by a congruence. Interleaved slices of one buffer do not overlap, although
+their address ranges do.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Distances that one plan remembers to be right.
+# The number of valid distances that a plan remembers.
 _SEEN = 256
 
-# A stride, and the least and the greatest number of times that it may be taken.
+# A stride, and how often it may be taken at least and at most.
 Term = tuple[int, int, int]
 
 
 class Extent(NamedTuple):
-    """The layout of a tensor in bytes, without its address: of each element, and in all."""
+    """The layout of a tensor in bytes, without its address."""
 
     element: int
     dims: tuple[tuple[int, int], ...]  # (size, stride in bytes)
@@ -62,7 +62,7 @@ def overlaps_itself(extent: Extent) -> bool:
 
 @lru_cache(1024)
 def overlap(one: Extent, other: Extent, distance: int) -> bool:
-    """Whether two tensors share memory, the second of which begins `distance` bytes after."""
+    """Whether two tensors share memory if the second begins `distance` bytes after the first."""
     if not (one.span and other.span and -other.span < distance < one.span):
         return False
     terms = [(stride, 0, size - 1) for size, stride in one.dims]
@@ -72,13 +72,13 @@ def overlap(one: Extent, other: Extent, distance: int) -> bool:
 
 
 def is_overlapping(tensor: torch.Tensor) -> bool:
-    """Whether elements of a tensor share memory, as far as its layout is known."""
+    """Whether elements of a tensor share memory; False if its layout is not known."""
     layout = _layout(tensor)
     return layout is not None and overlaps_itself(layout[0])
 
 
 def are_overlapping(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors share memory; as far as it is known of fakes and of other subclasses."""
+    """Whether two tensors share memory; False if that is not known, as for some subclasses."""
     layout, its = _layout(one), _layout(other)
     if layout is None or its is None or layout[1] != its[1]:
         return False
@@ -86,11 +86,10 @@ def are_overlapping(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Extent, Any, int] | None:
-    """The extent of a tensor, and where it lies: a device and an address, or of tensors that have
-    no address a storage and an offset. None where that is not known.
+    """The extent of a tensor and its location: a device and an address or, for tensors without an
+    address, a storage and an offset. None if that is not known.
 
-    Of symbols the numbers count for which they stand in the call that is being traced. No guard
-    comes of it: the op looks again when it runs.
+    Symbolic sizes count with their hints, without a guard: the op checks again when it runs.
     """
     shape, strides = [*map(_number, tensor.shape)], [*map(_number, tensor.stride())]
     if None in shape or None in strides:
@@ -120,7 +119,7 @@ def _has_address(tensor: torch.Tensor) -> bool:
 
 
 def _is_sum(total: int, terms: Sequence[Term]) -> bool:
-    """Whether `total` is a sum of the terms' strides, each taken as often as its term allows."""
+    """Whether `total` is a sum of strides, each taken as often as its term allows."""
     counts: dict[int, int] = {}
     for stride, least, most in terms:
         total -= stride * least
@@ -137,7 +136,7 @@ def _is_sum(total: int, terms: Sequence[Term]) -> bool:
 
 
 def _reaches(total: int, terms: tuple[tuple[int, int], ...]) -> bool:
-    """The same for terms taken zero times or more, in the order of their strides."""
+    """`_is_sum` for terms that may be taken zero times, sorted by stride."""
     if not terms:
         return total == 0
     *finer, (stride, count) = terms
@@ -165,10 +164,10 @@ def watched(
     args: tuple[Any, ...],
     written: tuple[int, ...],
 ) -> Callable[..., Any]:
-    """`plan`, which writes to these of its arguments, for tensors that lie anywhere.
+    """`plan` with a check for overlap, for an op that writes to the arguments `written`.
 
-    Plans are found by layouts. Where ranges of addresses meet, which no check has seen yet, `check`
-    looks at the tensors themselves. Written out, as the key is: it is paid for at every call.
+    The key of a plan has no addresses, so each call compares them, and runs `check` where address
+    ranges intersect in a way that it has not yet seen. Generated code, because every call pays.
     """
     tensors = {at: extent_of(arg) for at, arg in enumerate(args) if isinstance(arg, torch.Tensor)}
     pairs = [(one, two) for two in tensors for one in tensors if one < two]
@@ -201,7 +200,7 @@ def watched(
 
 
 def _address(at: int, known: set[int]) -> str:
-    """That of an argument, in code which has it in a variable from the first time on."""
+    """Code for the address of an argument; later uses read a variable."""
     if at in known:
         return f"at_{at}"
     known.add(at)

@@ -1,8 +1,8 @@
-"""What a plan is found by: all of a call that a plan, or the check of its arguments, depends on.
+"""The key of a plan: everything in a call that the plan, or the check of its arguments, depends on.
 
-Tensors count by their metadata and their alignment; values by their class, too, as True, 1 and 1.0
-are one key to a dict. Addresses are looked at only where they are out of the ordinary, together
-with what lies there: a tensor that torch negates when it is read, one without memory.
+A tensor contributes its metadata and its alignment, a value also its class, because True, 1 and 1.0
+are equal as keys of a dict. Unusual addresses and negative views add what the memory holds: no
+memory at all, or values that torch negates when they are read.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from gristmill.select.overrides import token
 # Part of every plan key: what is asked of torch.use_deterministic_algorithms.
 are_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
 
-# Below this lie offsets into memory that is not there, and tensors on the heap of a Python that is
-# not position-independent: the difference is looked up.
+# Addresses below this are offsets of tensors without memory, or the heap of a Python that is not
+# position-independent. `_memory_of` distinguishes them.
 _LOWEST = 2**32
 
 _OPTIONAL = "Optional[Tensor]"
 
-# Instead of the address of a tensor that is None: aligned, and with all the other bits set.
+# Takes the place of an address where the tensor is None: aligned, and all other bits are set.
 _NONE = 2**62 - 16
 
 _is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
@@ -39,17 +39,17 @@ def key_function(schema: Any) -> Callable[..., Hashable]:
     parts = ["token()", "deterministic()"]
     tensors: list[str] = []
     addresses, negated = [], []
-    # Side by side, a tensor's metadata costs 0.03 us less than as a tuple of its own. Of several
-    # optional tensors most are None, for whom a tuple costs less.
+    # Flat, the metadata of a tensor costs 0.03 us less than as a nested tuple. Of several optional
+    # tensors most are None, where a nested tuple costs less.
     several = sum(str(argument.type) == _OPTIONAL for argument in schema.arguments) > 1
     for argument in schema.arguments:
         name, kind = argument.name, str(argument.type)
         if kind in ("Tensor", _OPTIONAL):
             given = f"{name} is not None and " if kind == _OPTIONAL else ""
             none = f"NONE if {name} is None else " if kind == _OPTIONAL else ""
-            # One process has no two kinds of accelerators: the index costs half of the device. Of a
-            # contiguous tensor the shape tells the strides, but for dims of one element, whose
-            # strides nothing depends on; a tuple of numbers costs more to hash than one word.
+            # A process has one kind of accelerator, so the index identifies the device at half the
+            # cost. The shape of a contiguous tensor determines its strides, except in dims of one
+            # element, where plans must not depend on them; hashing a bool is cheaper than a tuple.
             fields = [f"{name}.{one}" for one in ("dtype", "shape", "get_device()")]
             fields.append(f"({name}.is_contiguous() or {name}.stride())")
             if given and several:
@@ -79,7 +79,7 @@ def key_function(schema: Any) -> Callable[..., Hashable]:
 
 
 def _places(*tensors: torch.Tensor | None) -> Hashable:
-    """Alignments and signs, and what lies at an unusual address."""
+    """Alignment, negative bit and kind of memory of each tensor."""
     return tuple([None if tensor is None else _place(tensor) for tensor in tensors])
 
 
@@ -90,7 +90,7 @@ def _place(tensor: torch.Tensor) -> Hashable:
 
 
 def _memory_of(tensor: torch.Tensor) -> str | None:
-    """What is in the place of memory, if there is none. Wrappers have no address and raise."""
+    """Why a tensor has no memory; None if it has. Wrappers have no address and raise."""
     if tensor._is_zerotensor():
         return "zeros"
     if tensor.is_meta:
@@ -99,11 +99,11 @@ def _memory_of(tensor: torch.Tensor) -> str | None:
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:
-    """Whether its memory does not hold its values: torch's dispatcher makes these where needed.
+    """Whether the memory of a tensor does not hold its values.
 
-    It does before an op of ours runs: a negated view (`z.conj().imag`), a tensor of zeros without
-    memory (which autograd makes), a wrapper of torch.func that is functionalized or has outlived
-    its transform, a gradient of many at once (`is_grads_batched=True`).
+    torch's dispatcher materializes these before an op runs: negative views (`z.conj().imag`), zero
+    tensors without memory (autograd creates them), wrappers of torch.func that are functionalized
+    or have outlived their transform, and batched gradients (`is_grads_batched=True`).
     """
     return (
         tensor.is_neg()
@@ -116,7 +116,7 @@ def is_lazy(tensor: torch.Tensor) -> bool:
 
 
 def may_be_lazy(tensor: torch.Tensor) -> bool:
-    """The same at the price of a call: exact but for wrappers, for which it says so."""
+    """`is_lazy` at a lower cost: exact, except that it is True for all wrappers."""
     try:
         nowhere = tensor.data_ptr() < _LOWEST
     except RuntimeError:
@@ -127,14 +127,14 @@ def may_be_lazy(tensor: torch.Tensor) -> bool:
 
 
 def _is_nowhere(tensor: torch.Tensor) -> bool:
-    """Whether it has elements but no memory: its storage was freed."""
+    """Whether a tensor has elements but its storage was freed."""
     if not tensor.numel() or tensor.is_meta or is_lazy(tensor):
         return False
     return tensor.untyped_storage().data_ptr() == 0
 
 
 def check_memory(op: str, names: tuple[str, ...], args: tuple[Any, ...]) -> None:
-    """Every tensor with elements has memory."""
+    """Check that every tensor with elements has memory."""
     for name, value in zip(names, args, strict=True):
         if isinstance(value, torch.Tensor) and _is_nowhere(value):
             raise ArgumentError(

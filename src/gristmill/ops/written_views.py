@@ -1,7 +1,7 @@
-"""Ops that write to a view which torch negates or conjugates when it is read.
+"""Negative and conjugate views as written arguments.
 
-Torch's fallback resolves what an op reads, but writes back only where an op returns the one tensor
-that it has written. These do it for any op: resolve, run, write through the view.
+torch's fallback resolves lazy views before an op reads them, but writes back only if the op returns
+the one tensor that it wrote. These kernels work for any op: resolve, run, write through the view.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BITS: tuple[tuple[str, Callable[[torch.Tensor], torch.Tensor]], ...] = (
 
 
 def define(library: torch.library.Library, name: str, overload: Any) -> None:
-    """Register them for an op, if it writes to anything."""
+    """Register the kernels for an op that writes to arguments."""
     arguments = overload._schema.arguments
     written = [arguments[at].name for at in written_in(overload._schema)]
     if not written:

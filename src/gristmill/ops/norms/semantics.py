@@ -44,7 +44,8 @@ def normalised(
 
 def _has_squares(square: torch.Tensor) -> bool:
     """Whether fp32 holds the squares that these mean squares are made of."""
-    return float(square.min()) >= 2.0**-96 and float(square.max()) <= 2.0**64
+    low, high = torch.aminmax(square.detach())
+    return float(low) >= 2.0**-96 and float(high) <= 2.0**64
 
 
 def _is_traced() -> bool:

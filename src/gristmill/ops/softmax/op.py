@@ -39,10 +39,10 @@ def softmax(
     .. math:: v = scale \cdot x \; [+ \; mask], \qquad
               y_j = \frac{\exp(v_j - \max v)}{\sum_k \exp(v_k - \max v)}
 
-    What does not take part has :math:`v = -\infty`: where a bool mask is False, beyond the causal
-    limit, and where x or a mask of numbers says so. A row with nobody in it gives zeros, with a
-    gradient of zeros, never NaN. A NaN or +inf that takes part makes its row NaN, hidden columns
-    too; one that is hidden does not count.
+    Hidden columns have :math:`v = -\infty`: where a bool mask is False, beyond the causal limit,
+    and where x or a mask of numbers is :math:`-\infty`. A fully hidden row gives zeros, with a
+    gradient of zeros, never NaN. A visible NaN or +inf makes the whole row NaN, including its
+    hidden columns; hidden values have no effect.
 
     Args:
         x: ``(..., N)`` of fp32, bf16, fp16 or fp64. Rows may be strided; nothing is copied while
