@@ -10,6 +10,7 @@ from bench import drawn
 from gristmill.bench.charts import DARK, LIGHT
 from gristmill.bench.charts.canvas import Canvas, outlined
 from gristmill.bench.charts.chart import NARROW, WIDE, Chart, Entry, legend
+from gristmill.bench.charts.plot import section
 from gristmill.bench.charts.scales import Linear, Log
 from gristmill.bench.charts.text import apart, shortened, width, wrapped
 from gristmill.bench.charts.theme import HEATS, KNOWN, VARIANT_TINTS, Style, Styles
@@ -228,9 +229,24 @@ def test_a_legend_takes_as_many_lines_as_it_needs() -> None:
 
 def test_a_title_that_is_too_long_goes_on_in_the_next_line() -> None:
     chart = Chart("word " * 30, "note", "made", lambda canvas, top: top + 10)
-    for narrow, lines in ((False, 2), (True, 4)):
+    for narrow, lines in ((False, 2), (True, 5)):
         root = drawn.parsed(chart.svg(standalone=True, narrow=narrow))
         title = [text for text in drawn.texts(root) if "b" in text.kinds]
         assert len(title) == lines
         assert " ".join(text.text for text in title).split() == ["word"] * 30
-        assert max(text.right for text in title) <= drawn.size(root)[0]
+        assert max(in_dejavu(text) for text in title) <= drawn.size(root)[0]
+
+
+@pytest.mark.parametrize("across", [NARROW, WIDE])
+def test_how_to_read_panels_fits_in_a_wider_font(across: float) -> None:
+    how = "higher is better; tinted: a peer is faster by more than 3%; beneath: best peer / ours"
+    canvas = Canvas(across)
+    canvas.height = section(canvas, 0, "TB/s", how)
+    found = drawn.texts(drawn.parsed(canvas.svg(kind="", title="", note="", standalone=True)))
+    assert " ".join(text.text for text in found) == f"TB/s {how}"
+    assert max(in_dejavu(text) for text in found) <= across
+
+
+def in_dejavu(text: drawn.Text) -> float:
+    """Where a text ends in DejaVu Sans, whose letters are 1.21 times as wide as Arial's in bold."""
+    return text.left + 1.21 / 1.03 * (text.right - text.left)

@@ -10,7 +10,7 @@ from typing import TypeVar
 from gristmill.bench.charts.canvas import HEAD, SMALL, TEXT, Canvas, Point
 from gristmill.bench.charts.chart import MARGIN, Entry, legend
 from gristmill.bench.charts.scales import Linear, Log
-from gristmill.bench.charts.text import shortened, width, wrapped
+from gristmill.bench.charts.text import WIDEST, shortened, width, wrapped
 from gristmill.bench.charts.theme import VARIANT_TINTS, Styles
 from gristmill.bench.problems import Problem
 from gristmill.bench.results import OURS, microseconds
@@ -40,7 +40,7 @@ def section(canvas: Canvas, top: float, what: str, how: str) -> float:
     """The header of panels: what is drawn, and how to read it; returns where it ends."""
     room = canvas.width - 2 * MARGIN
     across = canvas.text(MARGIN, top + HEAD, what, size=HEAD, kind="b")
-    if across + 8 + width(how, TEXT) <= room:
+    if (across + width(how, TEXT)) * WIDEST + 8 <= room:
         canvas.text(MARGIN + across + 8, top + HEAD, how, kind="mu")
         return top + HEAD + 8
     for line in wrapped(how, TEXT, room):
