@@ -41,7 +41,7 @@ test: ## run every test that is not marked long (with those for a GPU, where the
 test-long: ## run the tests marked long
 	@python=$$(tools/environment test) && "$$python" -m pytest -n $(WORKERS) --dist loadfile -m long
 
-test-gpu: ## run the tests that need a GPU, [GPU_WORKERS] at a time; with LONG=1 the long ones, too
+test-gpu: ## run the tests that need a GPU, [GPU_WORKERS] at a time. LONG=1 adds the long ones
 	@python=$$(tools/environment test) && "$$python" tools/gpu_tests.py \
 	  $(if $(GPU_WORKERS),--workers $(GPU_WORKERS)) $(if $(LONG),--long)
 

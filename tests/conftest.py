@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
         for item in items:
             if item.get_closest_marker("alone"):
-                item.add_marker(pytest.mark.skip(reason=f"{ALONE}: `make test-gpu` sees to that"))
+                item.add_marker(pytest.mark.skip(reason=f"{ALONE}: run by `make test-gpu`"))
     if torch.cuda.is_available():
         return
     others = [item for item in items if not item.get_closest_marker("gpu")]

@@ -162,7 +162,7 @@ def test_beside_others_those_are_skipped() -> None:
         capture_output=True,
         text=True,
     )
-    reason = "needs a GPU that nothing else uses: `make test-gpu` sees to that"
+    reason = "needs a GPU that nothing else uses: run by `make test-gpu`"
     lines = [line for line in done.stdout.splitlines() if line.startswith("SKIPPED")]
     assert sum(line.endswith(reason) for line in lines) == 2, done.stdout
     assert len(lines) == 3  # the others for want of a GPU

@@ -7,7 +7,7 @@
 What is drawn and how it is judged is in tests/fuzz. On a GPU most of the time goes into compiling:
 there the kernels of each plan that was drawn get several cases, see tests/fuzz/fuzz_again.py.
 Prints each case that went wrong as a line for tests/fuzz/test_fuzz_kept.py (a few of each op; all
-are in the files of --out), then a table, and last one line that says it all. Exits with 1 if there
+are in the files of --out), then a table and a summary line. Exits with 1 if there
 was such a case, also if a process died or got stuck over a call; with 3 if time ran out before all
 cases were run, which ends calls that are still running. The same --seed draws the same ones.
 """
@@ -33,7 +33,7 @@ CHUNK = 12  # plans that are drawn together: hypothesis makes later ones like ea
 REPEAT = {"cuda": 4, "cpu": 1}
 STUCK_SECONDS = 240.0  # the first call has to load torch, and some have to compile
 GRACE_SECONDS = 15.0  # for a call that runs when the time is over
-SHOWN = 5  # cases of an op that went wrong, on the screen
+SHOWN = 5  # mismatches printed per op
 # An op is left alone when so many of its calls went wrong: one reason is enough.
 ENOUGH = 20
 
@@ -68,8 +68,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--out",
         type=Path,
-        help="a folder: results.json, and mismatches.jsonl, which has each case that went wrong "
-        "from when it did",
+        help="a folder for results.json and mismatches.jsonl; each mismatch is appended as it "
+        "occurs",
     )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -265,7 +265,7 @@ class Worker:
         self.lines.put(None)
 
     def ask(self, item: dict[str, Any], take: Any) -> bool:
-        """Whether all of a chunk was answered; if not, `reason` says why, or time is over."""
+        """Whether all of a chunk was answered; if not, `reason` says why, or is empty at the limit."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(item) + "\n")

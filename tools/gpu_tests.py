@@ -4,9 +4,9 @@
     PYTHONPATH=src python tools/gpu_tests.py --workers 8 tests/conformance -k softmax --timeout 300
 
 Several processes share one GPU, each with a context and an allocator of its own: by default as many
-as there are CPU cores, less one. Tests marked `alone` fill the memory or go by times, so they run
+as there are CPU cores, less one. Tests marked `alone` fill the memory or measure time, so they run
 afterwards, one at a time. Without pytest-xdist all run one at a time, in a single call of pytest.
-With --long the tests marked `long` run as well. Other words go to pytest as they are.
+With --long the tests marked `long` run as well. All other arguments are passed to pytest.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def commands(workers: int, words: Sequence[str] = (), *, long: bool = False) -> 
     pytest = [sys.executable, "-m", "pytest"]
     if workers <= 1:
         return [[*pytest, "-m", wanted, *words]]
-    # Tests differ in length by a factor of 1000: who is done takes what others have not begun.
+    # Durations differ by up to 1000x: idle workers take tests from busy ones.
     parallel = ["-n", str(workers), "--dist", "worksteal"]
     return [
         [*pytest, "-m", f"{wanted} and not alone", *parallel, *words],

@@ -308,7 +308,7 @@ def test_nothing_is_overwritten_in_an_empty_tensor_whatever_its_strides() -> Non
 def test_one_tensor_cannot_be_overwritten_by_two_results() -> None:
     x = torch.randn(4, 64)
     kept = x.clone()
-    with pytest.raises(ArgumentError, match="must be two tensors; got one as both"):
+    with pytest.raises(ArgumentError, match="must be different tensors; got the same tensor twice"):
         gristmill.fused_add_rms_norm_(x, x)
     assert torch.equal(x, kept)
 

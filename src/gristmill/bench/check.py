@@ -38,10 +38,9 @@ def check(
     of cross entropy has one entry of size 1 in a row of thousands, which would hide the others.
 
     `coarse`: this implementation is known to round in between. Its outputs may be of a narrower
-    dtype, and may be off by three times as much as others of that dtype. `terms`: how large the
-    terms are that it rounds, for each element of the first output: that is then what an error is
-    measured against, for what is left of terms that cancel may be as small as it likes, and no
-    more is allowed than of others.
+    dtype, and may be off by three times as much as others of that dtype. `terms`: the magnitudes of
+    the rounded terms, for each element of the first output. Errors are then relative to these, with
+    the usual tolerance, because the difference of terms that cancel may be arbitrarily small.
     """
     got, want = _tensors(outputs), _tensors(expected)
     if len(got) != len(want):

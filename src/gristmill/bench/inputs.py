@@ -62,12 +62,12 @@ def compared(task: Task, outputs: Any) -> Any:
 
 
 def terms_of(task: Task, args: Arguments) -> torch.Tensor | None:
-    """How large the terms of a result are that may cancel, in its dtype; None if none do.
+    """Magnitudes of the terms that may cancel in a result, or None.
 
     Of ``y * dy - y * sum(dy * y)`` torch's kernel for CUDA rounds the products dy * y to the dtype,
     those in the sum too. Each is off by u = eps / 2 of its size, so dx is off by no more than u of
-    ``|y| * (|dy| + sum(|dy * y|))``, and as much again by its own rounding. Where a row sees two
-    columns and their dy are alike, that is any number of times of what is left of dx.
+    ``|y| * (|dy| + sum(|dy * y|))``, and as much again by its own rounding. In a row with two
+    visible columns and similar dy this exceeds dx many times over.
     """
     if task.op != "softmax_backward":
         return None

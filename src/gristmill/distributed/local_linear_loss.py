@@ -36,7 +36,7 @@ def forward(
     options: Options,
     chunk_rows: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of each row the loss in fp64, without its z_loss, lse, which is 0 if ignored, and stats."""
+    """The loss of each row in fp64 without z_loss, lse (0 for ignored rows), and stats."""
     (classes, columns), count = weight.shape, math.prod(target.shape)
     rows, targets = x.reshape(count, columns), target.reshape(count)
     most = chunks.forward_blocks(_sizes(x, weight, count, chunk_rows)).rows

@@ -100,7 +100,8 @@ def vocab_parallel_cross_entropy(
               \mathrm{loss} = \mathrm{lse} - v_t
 
     One all-gather of three numbers a row (four with label smoothing); none in the backward pass.
-    M and the sum of the :math:`s_r e^{m_r - M}` are kept apart for it, of any size.
+    For it, M and the sum of the :math:`s_r e^{m_r - M}` are saved separately, so that logits of any
+    size are accurate.
 
     Args:
         logits: ``(..., V_local)``: this rank's classes, which follow those of the rank before it.
@@ -321,7 +322,7 @@ def by_row(
     loss = (base - _added(logits)) + log_sum
     smoothing = options.label_smoothing
     if totals:
-        # Each rank's is a sum of distances from its own largest.
+        # Each rank sums distances from its own largest logit.
         local = numbers[:, -1, 1].unsqueeze(-1)
         distances = _added(totals[0] + local * (_never_infinite(largest) - base))
         loss = (1.0 - smoothing) * loss + smoothing * (log_sum - distances / options.classes)
@@ -334,7 +335,7 @@ def by_row(
 
 
 def _never_infinite(largest: torch.Tensor) -> torch.Tensor:
-    """What numbers are subtracted from: never -infinity, which would leave NaN behind."""
+    """The largest logit, with -infinity replaced by 0: subtracting it would give NaN."""
     return largest.masked_fill(largest == -torch.inf, 0.0)
 
 

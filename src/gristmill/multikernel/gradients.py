@@ -21,7 +21,7 @@ from gristmill.ops.overlap import are_overlapping
 
 Function = Callable[..., Any]
 Arguments = tuple[Any, ...]
-# Of each value the length, where it is a list of tensors; None where it is a single value.
+# For each value: its number of tensors if it is a list, else None.
 Lengths = Sequence[int | None]
 
 
@@ -117,8 +117,8 @@ class Differentiable:
         found = found if isinstance(found, tuple) else (found,)
         if len(found) not in (self._positional, len(self._names)):
             raise ArgumentError(
-                f"{self._where}: backward must give a gradient or None for each of "
-                f"{', '.join(self._names)}, got {len(found)}"
+                f"{self._where}: backward must return one gradient or None for each of "
+                f"{', '.join(self._names)}: {len(self._names)} values, got {len(found)}"
             )
         missing = len(self._names) - len(found)
         found = (*found, *[None] * missing)
@@ -144,8 +144,8 @@ class Differentiable:
 
     def no_gradient(self) -> NoGradientError:
         return NoGradientError(
-            f"{self._where}: as a torch op it has no gradient, and an argument requires one; give "
-            f"one by register_autograd(backward, setup_context=...), or call it under "
+            f"{self._where}: as a torch op it has no gradient, and an argument requires one; "
+            f"register one with register_autograd(backward, setup_context=...), or call it under "
             f"torch.no_grad()"
         )
 
@@ -170,7 +170,7 @@ class Differentiable:
             base = tensor._base
             for one, what in ((tensor, "a leaf"), (base, "a view of a leaf")):
                 if is_written and one is not None and one.is_leaf and one.requires_grad:
-                    raise NoGradientError(  # as torch words it
+                    raise NoGradientError(  # PyTorch's wording
                         f"{self._where}: {what} Variable that requires grad is being used in an "
                         f"in-place operation: {name} is written to; pass a clone of it"
                     )

@@ -263,7 +263,7 @@ class MultiKernel:
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """In a graph a torch op stands for it, which chooses when it runs."""
         if self.op is not None:
-            if is_differentiated_in_trace():  # torch.func cannot look into the op
+            if is_differentiated_in_trace():  # torch.func differentiates the function, not the op
                 return next(iter(self.kernels.values()))(*args, **kwargs)
             return self.op(*args, **kwargs)
         from gristmill.multikernel.outside import call
@@ -281,7 +281,7 @@ class MultiKernel:
                 tensors += [item for item in value if isinstance(item, torch.Tensor)]
         if needs_grad(*tensors):
             return self.gradient is not None
-        # What is lazy torch makes real on its way to an op, and writes through.
+        # The dispatcher resolves lazy tensors, and writes go through the view.
         return not is_direct(*tensors) or any(map(may_be_lazy, tensors))
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:

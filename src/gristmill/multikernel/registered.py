@@ -66,8 +66,8 @@ def checked_schema(
         )
     if any(one.alias_info is not None for one in parsed.returns):
         raise ArgumentError(
-            f"{where}: a result must be a tensor of its own, got schema {schema!r}: torch compiles "
-            f"no operator of a user that returns one of its arguments; leave the result out, the "
+            f"{where}: a result must not alias an argument, got schema {schema!r}: torch.compile "
+            f"does not support custom operators that return an argument; remove the result, as the "
             f"caller has the argument"
         )
     written = written_by(parsed)

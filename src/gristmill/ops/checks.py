@@ -112,7 +112,7 @@ def writes(op: str, written: Mapping[str, torch.Tensor], read: Mapping[str, Any]
     for name, value in written.items():
         for other, tensor in tensors.items():
             if other != name and are_overlapping(value, tensor):
-                got = "must be two tensors; got one as both"
+                got = "must be different tensors; got the same tensor twice"
                 if value is not tensor:
                     got = "must share no memory; got tensors that overlap"
                 raise ArgumentError(f"{op}: {name} is overwritten, so {name} and {other} {got}")

@@ -25,7 +25,7 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.peek_interpreter_stack
 _autocast = torch._C._is_any_autocast_enabled
 _tracing = torch._C._is_tracing
-# Looked up once: the way through `torch` costs as much as the call.
+# Bound once: the attribute lookup costs as much as the call.
 is_compiling = torch.compiler.is_compiling
 is_grad_enabled = torch.is_grad_enabled
 

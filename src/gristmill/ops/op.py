@@ -100,7 +100,7 @@ class Op:
     variants: tuple[Variant, ...]
     defaults: Arguments
     gradient: Gradient | None = None
-    # What to use where a gradient is needed, for the error of an op that has none.
+    # For an op without a gradient: the alternative that NoGradientError names.
     instead: str | None = None
     autocast: Callable[..., Arguments] | None = None
     autocast_keys: tuple[str, ...] = ("AutocastCUDA",)
@@ -316,7 +316,7 @@ class Op:
         plans = self._plans  # those of now: what is forgotten meanwhile is not brought back
         self.check(*args)
         if _any_lazy(args):
-            plan: Plan = self.dispatch  # which comes back here with memory that holds the values
+            plan: Plan = self.dispatch  # resolves the tensors, then calls `run` again
         else:
             check_memory(self.name, self._names, args)
             problem = self.problem(*args)

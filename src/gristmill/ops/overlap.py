@@ -27,7 +27,7 @@ class Extent(NamedTuple):
 
     element: int
     dims: tuple[tuple[int, int], ...]  # (size, stride in bytes)
-    span: int  # from the first byte to past the last; 0 of a tensor without elements
+    span: int  # from the first byte to past the last; 0 for a tensor without elements
 
 
 def extent_of(tensor: torch.Tensor) -> Extent:
@@ -188,7 +188,7 @@ def watched(
         distances = tuple(place - places[0] for place in places)
         if distances not in seen:
             check(*args)
-            if all(_has_address(args[at]) for at in tensors):  # else they tell nothing
+            if all(_has_address(args[at]) for at in tensors):  # else addresses identify nothing
                 if len(seen) >= _SEEN:
                     seen.clear()
                 seen.add(distances)

@@ -2,7 +2,7 @@
 
 Causal scores are `(..., sq, sk)`; column j of row i takes part if j <= i.
 
-Torch's own gradient multiplies dy and y in their dtype, on CUDA, and rounds (`COARSE`).
+On CUDA, PyTorch's own gradient rounds dy * y to their dtype (`COARSE`).
 """
 
 from __future__ import annotations

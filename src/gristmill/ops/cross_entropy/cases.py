@@ -22,7 +22,7 @@ Lay = Callable[[torch.Tensor], torch.Tensor]
 def forward_cost(
     logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, *options: Any
 ) -> Cost:
-    """Logits and targets are read; what is written of a row is a few bytes, and counted."""
+    """Logits and targets are read; the few bytes written per row are counted."""
     numbers = accumulator(logits.dtype).itemsize
     rows = 4 if options[-2] == "none" else 3
     moved = _bytes(logits) + _bytes(target) + _bytes(weight) + rows * numbers * target.numel()
@@ -32,7 +32,7 @@ def forward_cost(
 def one_pass_cost(
     logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, *options: Any
 ) -> Cost:
-    """As forward and backward, but for what one would leave to the other."""
+    """Forward plus backward, without writing and reading stats."""
     forward = forward_cost(logits, target, weight, *options)
     stats = 2 * accumulator(logits.dtype).itemsize * target.numel()
     return Cost(forward.bytes - stats + _bytes(logits), 7 * logits.numel())

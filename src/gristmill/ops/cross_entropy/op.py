@@ -322,7 +322,7 @@ SCALE_GRADIENT_ = Op(
         ),
     ),
     defaults=(),
-    instead="a product of the two",
+    instead="torch.mul",
 )
 
 CROSS_ENTROPY_BACKWARD = Op(

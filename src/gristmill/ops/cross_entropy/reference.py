@@ -89,8 +89,8 @@ def cross_entropy_backward(
     columns = v.shape[-1]
     classes = classes or columns
     rows = _rows(target, weight, ignore_index, first_class, classes, v.dtype)
-    # The gradient of the loss may be as large as numbers get: it is multiplied last, by what is no
-    # larger than its share in a result.
+    # dloss may be close to the largest number: it is multiplied last, so that no intermediate is
+    # larger than the result.
     g = gz = dloss.new_ones(())
     if reduction == "mean":
         g, gz = 1.0 / denominators
@@ -100,19 +100,19 @@ def cross_entropy_backward(
         each = v.new_ones(columns) if weight is None else weight.to(v.dtype)
         total = classes if weight is None else each.sum()
         peak = (1.0 - label_smoothing) * rows.weight
-        # With one class both are the same, to the bit.
+        # With one class both are bitwise equal, so the gradient is exactly 0.
         target_share, own_share = peak + share * rows.weight, peak + share * total
         if weight is None:
             target_share, own_share = target_share.clamp(max=1.0), own_share.clamp(max=1.0)
     own_share = own_share * g
-    if z_loss:  # else an infinite lse would be in all
+    if z_loss:  # 0 times an infinite lse would be NaN
         own_share = own_share + 2.0 * z_loss * (largest + sums.log()) * gz
     slope = dloss * (own_share / sums)
     slope = slope.masked_fill(rows.wrong, float("nan")).masked_fill(rows.ignored, 0.0)
     if dlse is not None:
         slope = slope + dlse / sums
-    # Of large logits a rounded lse would have lost the sum. Those that are made twice may be
-    # rounded otherwise: none is above the largest.
+    # Not exp(v - lse): with large logits, rounding lse loses log(sum). Clamped, because recomputed
+    # logits may round above the saved largest one.
     dv: torch.Tensor = (v - largest.unsqueeze(-1)).clamp(max=0.0).exp() * slope.unsqueeze(-1)
     here = torch.arange(first_class, first_class + columns, device=v.device)
     hit = (target.unsqueeze(-1) == here) & ~(rows.ignored | rows.wrong).unsqueeze(-1)
@@ -217,14 +217,14 @@ def _base(largest: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """v less its largest, that largest, and the sum of powers of e of the difference."""
+    """v - largest, largest, and the sum of exp(v - largest)."""
     base = _base(_largest(v.detach()))
     shifted = v - base.unsqueeze(-1)
     return shifted, base, shifted.exp().sum(-1)
 
 
 def _stats(largest: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """What the backward pass needs of each row; all of it is NaN if there is a NaN or +infinity."""
+    """The stats of each row: largest and sum, both NaN if the row has a NaN or +infinity."""
     return torch.stack((torch.where(total.isnan(), total, largest), total), -1).detach()
 
 

@@ -87,7 +87,7 @@ def backward_example(
     x, weight, target, *rest = forward_example(shape, dtype, device)
     precise = semantics.accumulator(dtype)
     rows = x.shape[0]
-    # About what the forward pass gives: no logit is above 8. The truth is a matter of the cases.
+    # Plausible stats: the largest logit is 8. The cases have exact ones.
     total = max(1, weight.shape[0]) * math.exp(0.5 - 8.0)
     stats = torch.tensor((8.0, total), dtype=precise, device=device).expand(rows, 2).contiguous()
     counts = torch.full((2,), float(rows), dtype=precise, device=device)

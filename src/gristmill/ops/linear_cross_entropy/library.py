@@ -3,8 +3,8 @@
 It knows neither z_loss nor softcap, and on its chunked path neither label smoothing nor int32
 targets. It gives no lse: without class weights that is the loss plus the target's logit, and NaN
 where that is -inf: if all logits are, or with an infinite loss. Its loss has x's dtype, which in 16
-bits is too few for a loss, and for the lse that a gradient starts from. Nor does it give a row's
-largest logit: what stats are relative to is lse, and the sum what rounding took from that.
+bits is too few for a loss, and for the lse that a gradient starts from. It does not return a row's
+largest logit either: stats are lse and exp(the rounding error of lse).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _losses(
     assert _TORCH is not None
     options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=rows, chunking_method=None)
     outside = (target < 0) | (target >= weight.shape[0])
-    # torch multiplies what an ignored row gives by 0, and makes NaN of what is not finite in it.
+    # torch multiplies the gradients of ignored rows by 0: NaN if the row is not finite.
     x = x.masked_fill((target == ignore_index).unsqueeze(-1), 0.0)
     return _TORCH(
         x.reshape(target.numel(), x.shape[-1]),

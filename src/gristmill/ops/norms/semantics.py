@@ -20,11 +20,11 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 def normalised(
     h: torch.Tensor, eps: float, center: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """c / sqrt(mean(c^2) + eps), with c = h or center(h), and 1 over that root.
+    """c / sqrt(mean(c^2) + eps) and 1 / sqrt(mean(c^2) + eps), with c = h or center(h).
 
-    Where fp32 has no such squares the row is taken times a power of two. An eager CPU call checks
-    whether one is needed; elsewhere each row has its own, mostly 1. A compiled graph has the plain
-    formula, because the extra reduction would cost every call.
+    Rows whose squares fp32 cannot hold are scaled by a power of two. Eager CPU calls first check
+    whether any row needs it; other eager calls compute a scale for every row, usually 1. Compiled
+    graphs use the plain formula, because the extra reduction would cost every call.
     """
     compiling = torch.compiler.is_compiling()
     if compiling or (h.device.type == "cpu" and not _is_traced()):
@@ -36,14 +36,14 @@ def normalised(
     unit = _unit_of_rows(h, eps)
     c = h * unit if center is None else center(h * unit)
     square = c.square().mean(-1, keepdim=True)
-    # Where all that is left of a row is its mean, eps alone is under the root.
+    # If h equals its mean, only eps remains under the root.
     unit = torch.where(square == 0, 1.0, unit)
     root = torch.rsqrt(square + eps * unit * unit)
     return c * root, root * unit
 
 
 def _has_squares(square: torch.Tensor) -> bool:
-    """Whether fp32 holds the squares that these mean squares are made of."""
+    """Whether these mean squares are far from underflow and overflow in fp32."""
     low, high = torch.aminmax(square.detach())
     return float(low) >= 2.0**-96 and float(high) <= 2.0**64
 
@@ -57,8 +57,8 @@ def _is_traced() -> bool:
 def _unit_of_rows(h: torch.Tensor, eps: float) -> torch.Tensor:
     """A power of two for each row of h.
 
-    It brings the largest of a row, or the root of eps if that is larger, near 2^40, unless it is
-    between 2^-40 and 2^40 already. Zeros, and rows that are not finite, stay as they are.
+    It scales the row's largest magnitude, or sqrt(eps) if that is larger, to about 2^40, unless it
+    is between 2^-40 and 2^40. Zero and non-finite rows keep 1.
     """
     if h.shape[-1] == 0:
         return h.new_ones((*h.shape[:-1], 1))

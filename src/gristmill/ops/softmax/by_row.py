@@ -1,7 +1,7 @@
 """The softmax ops with every row computed alone, for where rows must not depend on the batch.
 
-A row that sees its first columns only is a shorter row, and what hidden columns have behind it:
-zeros or minus infinity, or NaN in a result that is NaN; zeros in a gradient.
+A causal row is computed as a shorter row. Its hidden columns are then filled: with zeros or minus
+infinity, with NaN if the result is NaN, with zeros in a gradient.
 """
 
 from __future__ import annotations
