@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 
 from gristmill.errors import ArgumentError, NoGradientError
 from gristmill.multikernel import MultiKernel
+from gristmill.ops import autograd
 
 BY_NAME = {one.name: one for one in FORMULAS}
 
@@ -258,7 +259,7 @@ def test_memory_that_is_also_written_has_no_gradient(backend: str | None) -> Non
 
 def test_results_are_tensors_of_their_own() -> None:
     for schema in ("(Tensor(a!) x) -> Tensor(a!)", "(Tensor(a) x) -> Tensor(a)"):
-        with pytest.raises(ArgumentError, match=r"'aliased': a result must be a tensor of its own"):
+        with pytest.raises(ArgumentError, match=r"'aliased': a result must not alias an argument"):
             MultiKernel("aliased", {"a": torch.sin}, schema=schema, fake=like_first)
 
 
@@ -268,13 +269,13 @@ def test_gradients_must_fit_the_arguments() -> None:
     one.register_autograd(lambda ctx, dy: dy)
     z = y * 1
     one(x, z)
-    with pytest.raises(ArgumentError, match=r"backward must give a gradient .* of x, y, got 1"):
+    with pytest.raises(ArgumentError, match=r"must return one gradient .* of x, y: 2 values, got 1"):
         z.sum().backward()
     lists = made(BY_NAME["lists"], "fitting", gradient=False)
     lists.register_autograd(lambda ctx, dresult, dys: (dresult, dys, None))
     z = y * 1
     lists([x], [z], 1.0)
-    with pytest.raises(ArgumentError, match=r"must give a list of 1 gradients or None for xs, got"):
+    with pytest.raises(ArgumentError, match=r"must return a list of 1 gradients or None for xs, got"):
         z.sum().backward()
     parts = made(BY_NAME["parts"], "fitting", gradient=False)
     parts.register_autograd(lambda ctx, dsine, dparts: dsine)
@@ -319,3 +320,27 @@ def test_a_formula_is_found_when_the_op_runs() -> None:
     one.register_autograd(lambda ctx, dtotal, dy: dtotal.unsqueeze(-1).expand_as(dy) * 5)
     one.op(x * 1).sum().backward()
     assert bool((x.grad == 5).all())
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_a_parameter_that_a_function_closes_over_gives_the_op_no_history(
+    backend: str | None,
+) -> None:
+    scale = torch.rand(4, requires_grad=True)
+    kernels = {"left": lambda x: x * scale, "right": lambda x: scale * x}
+    one = MultiKernel(f"closes_{backend}", kernels, schema="(Tensor x) -> Tensor", fake=like_first)
+    run = one.op if backend is None else torch.compile(one.op, fullgraph=True, backend=backend)
+    assert not run(torch.rand(4)).requires_grad
+
+
+def test_a_plain_call_takes_one_pass_through_the_dispatcher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Fails where torch gives plain tensors dispatch keys that ops/autograd.py does not know."""
+    one = made(BY_NAME["multiply"], "passes", gradient=False)
+    monkeypatch.setattr(autograd, "below_autograd", None)
+    for context in (torch.no_grad(), torch.enable_grad()):
+        with context:
+            y = torch.ones(3, 4)
+            one.op(torch.full((3, 4), 2.0), y)
+            assert bool((y == 2).all())

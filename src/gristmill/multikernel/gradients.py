@@ -132,7 +132,7 @@ class Differentiable:
                 gradients += one
             else:
                 raise ArgumentError(
-                    f"{self._where}: backward must give a list of {length} gradients or None for "
+                    f"{self._where}: backward must return a list of {length} gradients or None for "
                     f"{self._names[at]}, got {type(one).__name__}"
                 )
         if missing and any(needed[-missing:]):

@@ -50,7 +50,11 @@ def define_autograd(
             refuse_tangents((*args, *kwargs.values()))
             return differentiated(keys, args, kwargs)
         if keys.raw_repr() & _BELOW in _BACKENDS:
-            return implementation(*args, **kwargs)
+            if not torch.is_grad_enabled():
+                return implementation(*args, **kwargs)
+            # What the kernel itself refers to, such as a parameter, gives the result no history.
+            with torch._C._AutoDispatchBelowAutograd():
+                return implementation(*args, **kwargs)
         refuse_tangents((*args, *kwargs.values()))
         return below_autograd(overload, keys, args, kwargs)
 
