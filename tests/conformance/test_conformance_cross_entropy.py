@@ -262,9 +262,8 @@ def test_there_is_no_second_gradient() -> None:
 
 def test_a_shard_has_no_gradient_and_says_what_has() -> None:
     logits, target = inputs()
-    numbers = OPS["cross_entropy_shard"].overload(logits, target, 0, 33, -100, None, False)
     with pytest.raises(NoGradientError, match="vocab_parallel_cross_entropy"):
-        numbers.sum().backward()
+        OPS["cross_entropy_shard"].overload(logits, target, 0, 33, -100, None, False)
 
 
 def test_checkpointing() -> None:

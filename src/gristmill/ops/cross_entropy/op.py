@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gristmill.errors import ArgumentError, NoGradientError
+from gristmill.errors import ArgumentError
 from gristmill.ops import checks, inline
 from gristmill.ops.cross_entropy import by_row, one_pass, problem, reference, semantics
 from gristmill.ops.cross_entropy.cuda import FORWARD_VARIANTS
@@ -218,19 +218,6 @@ def _backward_one_pass(ctx: Any, dloss: torch.Tensor, *others: Any) -> tuple[Any
     return one_pass.scaled(gradient, dloss), *[None] * (ctx.arguments - 1)
 
 
-def _no_gradient(name: str, instead: str) -> Gradient:
-    """For an op that is a part of another one, which has a gradient."""
-
-    def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        del ctx, inputs, output
-
-    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        del ctx, gradients
-        raise NoGradientError(f"{name}: this op has no gradient; use {instead}")
-
-    return Gradient(save, backward)
-
-
 CROSS_ENTROPY = ShardedOp(
     name="cross_entropy",
     schema=f"(Tensor logits, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
@@ -377,7 +364,7 @@ CROSS_ENTROPY_SHARD = Op(
     ),
     defaults=(),
     indices={"target": ("logits", -1)},
-    gradient=_no_gradient("cross_entropy_shard", "vocab_parallel_cross_entropy"),
+    instead="gristmill.vocab_parallel_cross_entropy",
 )
 
 _ONE_PASS = one_pass.function_of(CROSS_ENTROPY_ONE_PASS, CROSS_ENTROPY_ONE_PASS_, SCALE_GRADIENT_)

@@ -18,7 +18,6 @@ import torch
 
 from gristmill.errors import ArgumentError, DtypeError, NoGradientError
 from gristmill.ops import checks
-from gristmill.ops.op import Arguments, Gradient
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # of E4M3
@@ -92,23 +91,7 @@ def refuse_gradient(op: str, tensors: Tensors) -> None:
     if torch.is_grad_enabled() and any(
         isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
     ):
-        raise NoGradientError(_no_gradient(op))
-
-
-def no_gradient(op: str) -> Gradient:
-    """For the registered op, which a user may call as well."""
-
-    def save(ctx: Any, inputs: Arguments, output: Any) -> None:
-        raise NoGradientError(_no_gradient(op))
-
-    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        raise NoGradientError(_no_gradient(op))
-
-    return Gradient(save, backward)
-
-
-def _no_gradient(op: str) -> str:
-    return (
-        f"{op}: a norm into FP8 has no gradient, and an argument requires one; call it under "
-        f"torch.no_grad(), detach the argument, or leave out_dtype out and quantise afterwards"
-    )
+        raise NoGradientError(
+            f"{op}: a norm into FP8 has no gradient, and an argument requires one; call it under "
+            f"torch.no_grad(), detach the argument, or leave out_dtype out and quantise afterwards"
+        )
