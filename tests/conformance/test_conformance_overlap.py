@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -66,6 +67,13 @@ def test_overlap_is_found_at_once_for_large_tensors() -> None:
     windows = torch.empty(2**30, device="meta").unfold(0, 64, 63)
     assert overlaps_itself(extent_of(windows))
     assert not overlaps_itself(extent_of(torch.empty(2**30, device="meta").unfold(0, 64, 64)))
+
+
+def test_a_layout_that_takes_too_long_counts_as_overlapping() -> None:
+    shape, strides = (89, 93, 184, 172, 195), (269324414, 1180059880, 841138000, 398616578, 303000)
+    start = time.perf_counter()
+    assert overlaps_itself(extent_of(torch.empty_strided(shape, strides, device="meta")))
+    assert time.perf_counter() - start < 4.0  # all sums would take 10 to 20 times as long
 
 
 def _apart(buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

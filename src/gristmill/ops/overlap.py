@@ -1,14 +1,15 @@
-"""Whether tensors overlap in memory: exact for strided tensors of any shape and strides.
+"""Whether tensors overlap in memory: exact for strided tensors, within a number of steps.
 
 Two elements share memory if a bounded sum of strides equals the distance between the tensors.
 Contiguous dims are merged first, which leaves one or two dims of a usual layout, and the sum over
 the last two is solved by a congruence. Interleaved slices of one buffer do not overlap, although
-their address ranges do.
+their address ranges do. A layout that takes more steps, such as one with five dims of unrelated
+strides, counts as overlapping.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from math import gcd
 from typing import Any, NamedTuple
@@ -17,6 +18,9 @@ import torch
 
 # The number of valid distances that a plan remembers.
 _SEEN = 256
+
+# The number of partial sums that are tried, which takes some tenths of a second.
+_STEPS = 100_000
 
 # A stride, and how often it may be taken at least and at most.
 Term = tuple[int, int, int]
@@ -132,11 +136,13 @@ def _is_sum(total: int, terms: Sequence[Term]) -> bool:
             merged[-1] = (finer, many + stride // finer * count)
         elif count:
             merged.append((stride, count))
-    return _reaches(total, tuple(merged))
+    return _reaches(total, tuple(merged), iter(range(_STEPS)))
 
 
-def _reaches(total: int, terms: tuple[tuple[int, int], ...]) -> bool:
-    """`_is_sum` for terms that may be taken zero times, sorted by stride."""
+def _reaches(total: int, terms: tuple[tuple[int, int], ...], steps: Iterator[int]) -> bool:
+    """`_is_sum` for terms that may be taken zero times, sorted by stride; True if steps run out."""
+    if next(steps, None) is None:
+        return True
     if not terms:
         return total == 0
     *finer, (stride, count) = terms
@@ -155,7 +161,7 @@ def _reaches(total: int, terms: tuple[tuple[int, int], ...]) -> bool:
     least, most = max(0, -((reach - total) // stride)), min(count, total // stride)
     first += max(0, -((first - least) // every)) * every
     numbers = range(first, most + 1, every)
-    return any(_reaches(total - n * stride, tuple(finer)) for n in numbers)
+    return any(_reaches(total - n * stride, tuple(finer), steps) for n in numbers)
 
 
 def watched(
