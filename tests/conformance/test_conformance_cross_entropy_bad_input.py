@@ -85,6 +85,14 @@ def test_weights_that_require_grad_are_refused_as_torch_does(one_pass: bool) -> 
             gristmill.cross_entropy(**values, one_pass=one_pass)
 
 
+@pytest.mark.parametrize("name", ["one_pass", "inplace"])
+@pytest.mark.parametrize("value", [None, 0, 1, "no"])
+def test_modes_are_bools(name: str, value: Any) -> None:
+    message = f"^cross_entropy: {name} must be True or False, got {type(value).__name__}"
+    with pytest.raises(DtypeError, match=message):
+        gristmill.cross_entropy(**good(), **{name: value})
+
+
 def test_nothing_is_remembered_of_a_wrong_call() -> None:
     before = {name: len(op._plans) for name, op in OPS.items()}
     for name, value, error, _ in WRONG:

@@ -186,6 +186,24 @@ def test_the_gradient_of_the_loss_may_be_the_largest_float(
 
 
 @over_devices
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("one_pass", [False, True])
+def test_a_z_loss_is_finite_where_the_square_of_lse_is_not(
+    reduction: str, one_pass: bool, device: str
+) -> None:
+    logits = torch.tensor([[1e20, 0.0, 0.0, 0.0]] * 4, device=device)
+    target = torch.zeros(4, dtype=torch.int64, device=device)
+    found = gristmill.cross_entropy(
+        logits, target, z_loss=1e-4, reduction=reduction, one_pass=one_pass
+    )
+    expected = torch.full_like(found, 4e36 if reduction == "sum" else 1e36)
+    torch.testing.assert_close(found, expected)
+    head = torch.eye(4, device=device)
+    found = gristmill.linear_cross_entropy(logits, head, target, z_loss=1e-4, reduction=reduction)
+    torch.testing.assert_close(found, expected)
+
+
+@over_devices
 def test_not_finite_as_torch_has_it(device: str) -> None:
     """Whole rows are NaN, or infinite in the loss and finite in the gradient."""
     inf, most = torch.inf, torch.finfo().max

@@ -95,7 +95,7 @@ def cross_entropy(
         reduction,
         return_lse,
     )
-    if one_pass or inplace:
+    if one_pass is not False or inplace is not False:
         loss, lse = _one_pass(args, one_pass, inplace)
     elif torch.compiler.is_compiling():
         if any_dtensor(logits, target, weight):

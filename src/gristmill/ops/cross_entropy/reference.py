@@ -51,7 +51,7 @@ def cross_entropy(
             distances = distances * weight.to(v.dtype)
         loss = loss + label_smoothing / max(1, logits.shape[-1]) * distances.sum(-1)
     loss = loss.masked_fill(rows.wrong, float("nan")).masked_fill(rows.ignored, 0.0)
-    penalty = (z_loss * counted.square()).masked_fill(rows.ignored, 0.0) if z_loss else None
+    penalty = (z_loss * counted * counted).masked_fill(rows.ignored, 0.0) if z_loss else None
     if not return_lse:
         lse = counted.masked_fill(rows.ignored, 0.0)
         stats = _stats(largest, total).masked_fill(rows.ignored.unsqueeze(-1), 0.0)

@@ -113,7 +113,7 @@ def reduced(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of all rows from that of each, without its z_loss; and the denominators."""
     # lse of ignored rows is 0, and so is their part of this.
-    squares = lse.square() * z_loss if z_loss > 0 else None
+    squares = z_loss * lse * lse if z_loss > 0 else None
     if reduction == "none":
         return each if squares is None else each + squares, each.new_empty((0,))
     if reduction == "sum":
