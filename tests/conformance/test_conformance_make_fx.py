@@ -82,3 +82,22 @@ def test_gradients(name: str, mode: str) -> None:
         ]
 
     check(run, mode, tensors, f"gristmill.{name}.default")
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm"])
+def test_gradients_before_dispatch(name: str) -> None:
+    """Here torch traces the implementations of torch ops, which must not read values."""
+    op = OPS[name]
+    args = op.example((6, 64), torch.float32, "cpu")
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+
+    def run(*given: torch.Tensor) -> Any:
+        wanting = [one.detach().requires_grad_() for one in given]
+        total = sum(
+            one.square().sum() for one in flat(op.call(wanting, with_tensors(args, wanting)))
+        )
+        return list(torch.autograd.grad(total, wanting))
+
+    graph = make_fx(run, tracing_mode="real", pre_dispatch=True)(*tensors)
+    for one, other in zip(graph(*tensors), run(*tensors), strict=True):
+        torch.testing.assert_close(one, other)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gristmill.integrations.vllm import norms
+from gristmill.ops import written_views
 from gristmill.ops.autograd import Refusal, define_autograd
 from gristmill.ops.direct import needs_grad, refuse_tangents
 from gristmill.ops.op import LIBRARY, NAMESPACE
@@ -85,9 +86,11 @@ for _name, _run, _fake, _instead in (
 ):
     LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=LIBRARY)
+    _overload = getattr(torch.ops.gristmill, _name).default
+    written_views.define(LIBRARY, _name, _overload)
     define_autograd(
         LIBRARY,
-        getattr(torch.ops.gristmill, _name).default,
+        _overload,
         _run,
         Refusal(_name, _instead).differentiated,
         partial(refuse_tangents, _name),

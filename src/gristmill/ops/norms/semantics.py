@@ -49,7 +49,7 @@ def _has_squares(square: torch.Tensor) -> bool:
 
 
 def _is_traced() -> bool:
-    if is_transformed():
+    if is_transformed() or torch._ops._len_torch_dispatch_stack_pre_dispatch():
         return True
     return torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack() > 0
 
