@@ -31,8 +31,10 @@ from gristmill.multikernel.problem import (
 from gristmill.multikernel.routes import Route, kind_of, write_route
 from gristmill.multikernel.variant import UserKernel
 from gristmill.ops.direct import (
+    PLAIN,
     is_differentiated_in_trace,
-    is_direct,
+    is_grad_enabled,
+    is_quiet,
     is_transformed,
     needs_grad,
 )
@@ -271,18 +273,25 @@ class MultiKernel:
         return call(self, args, kwargs)
 
     def _is_op(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether the torch op must run: somebody listens, or its gradient is asked for."""
+        """Whether the torch op must run: a mode is active, a tensor is not plain or lazy, or an
+        argument requires a gradient that was registered.
+
+        One loop over the tensors, because every eager call pays for it.
+        """
         if is_transformed():  # torch ops in Python know no transforms, functions of torch ops do
             return False
-        values = (*args, *kwargs.values())
+        values = (*args, *kwargs.values()) if kwargs else args
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         for value in values:
             if isinstance(value, (list, tuple)):
                 tensors += [item for item in value if isinstance(item, torch.Tensor)]
-        if needs_grad(*tensors):
-            return self.gradient is not None
-        # The dispatcher resolves lazy tensors, and writes go through the view.
-        return not is_direct(*tensors) or any(map(may_be_lazy, tensors))
+        may_grad, unusual = is_grad_enabled(), False
+        for tensor in tensors:
+            if may_grad and tensor.requires_grad:
+                return self.gradient is not None
+            # The dispatcher resolves lazy tensors, and writes go through the view.
+            unusual = unusual or type(tensor) not in PLAIN or may_be_lazy(tensor)
+        return unusual or not is_quiet()
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
         """What a plan is found by: metadata, or where that does not tell all, the problem."""

@@ -118,12 +118,11 @@ def is_lazy(tensor: torch.Tensor) -> bool:
 def may_be_lazy(tensor: torch.Tensor) -> bool:
     """`is_lazy` at a lower cost: exact, except that it is True for all wrappers."""
     try:
-        nowhere = tensor.data_ptr() < _LOWEST
+        if tensor.data_ptr() >= _LOWEST:
+            return tensor.is_neg() or tensor.is_conj()
     except RuntimeError:
         return True
-    if nowhere or tensor.is_neg() or tensor.is_complex():
-        return is_lazy(tensor)
-    return False
+    return is_lazy(tensor)
 
 
 def _is_nowhere(tensor: torch.Tensor) -> bool:
