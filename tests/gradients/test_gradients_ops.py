@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -267,6 +268,78 @@ def test_transforms_of_the_function_in_place_go_through_its_reference() -> None:
         torch.func.grad(registered)(args[0])
     with pytest.raises(GristmillError, match=r"^fused_add_rms_norm_: .*forward-mode tangent"):
         torch.func.jvp(registered, (args[0],), (args[0],))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+@pytest.mark.parametrize("called", CALLS)
+@pytest.mark.parametrize("name", WRITING)
+def test_a_backward_pass_that_needs_overwritten_values_raises(
+    name: str, called: str, backend: str | None, device: str
+) -> None:
+    """As after torch's own in-place ops, whether or not the op runs under no_grad."""
+    op = OPS[name]
+    call = CALLS[called](op)
+    args = next(iter(arguments(op, device).values()))
+    for at, context in itertools.product(op.written, (torch.no_grad, torch.enable_grad)):
+
+        def run(
+            scale: torch.Tensor, *values: Any, at: int = at, context: Any = context
+        ) -> torch.Tensor:
+            product = (scale * values[at]).sum()  # saves what is overwritten
+            with context():
+                call(*values)
+            return product
+
+        step = run if backend is None else torch.compile(run, backend=backend, fullgraph=True)
+        values = [one.clone() if isinstance(one, torch.Tensor) else one for one in args]
+        scale = torch.ones_like(values[at], requires_grad=True)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            step(scale, *values).backward()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_versions_are_incremented_whatever_kernel_runs(device: str) -> None:
+    """A kernel that is launched by address does not do so itself."""
+    for name in WRITING:
+        op = OPS[name]
+        args = next(iter(arguments(op, device).values()))
+        for variant in op.variants:
+            if variant.supports(op.problem(*args)) is not None:
+                continue
+            values = [one.clone() if isinstance(one, torch.Tensor) else one for one in args]
+            before = [values[at]._version for at in op.written]
+            with gristmill.use(op.name, variant.name):
+                op.run(*values)
+            after = [values[at]._version for at in op.written]
+            assert all(new > old for old, new in zip(before, after, strict=True)), variant.name
+
+
+def test_logits_that_are_used_after_they_were_overwritten_raise() -> None:
+    target = torch.arange(4)
+    start = torch.randn(4, 6, requires_grad=True)
+
+    def overwrite(logits: torch.Tensor) -> torch.Tensor:
+        return gristmill.cross_entropy(logits, target, one_pass=True, inplace=True)
+
+    (expected,) = torch.autograd.grad(torch.nn.functional.cross_entropy(start * 2, target), start)
+    logits = start * 2
+    before = logits.sum()  # saves nothing
+    (found,) = torch.autograd.grad(overwrite(logits) + before, start)
+    torch.testing.assert_close(found, expected + 2)
+    logits = start * 2
+    loss = overwrite(logits)
+    for after in (logits.square().sum(), gristmill.cross_entropy(logits, target), logits[0, 0]):
+        with pytest.raises(NoGradientError, match="cross_entropy: inplace has overwritten the log"):
+            torch.autograd.grad(after, start, retain_graph=True)
+        with pytest.raises(NoGradientError, match="cross_entropy: inplace has overwritten the log"):
+            torch.autograd.grad(loss + after, start, retain_graph=True)
+    logits = start * 2
+    logits.retain_grad()
+    overwrite(logits).backward()
+    torch.testing.assert_close(logits.grad * 2, expected)
+    (found,) = torch.autograd.grad(overwrite((start * 2).view(2, 2, 6).view(4, 6)), start)
+    torch.testing.assert_close(found, expected)
 
 
 def test_logits_in_place_have_their_gradient_in_eager_mode_only() -> None:

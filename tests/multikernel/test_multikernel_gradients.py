@@ -171,6 +171,93 @@ def test_history_of_what_a_graph_overwrites_for_its_caller(
             torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("holder", ["argument", "buffer"])
+@pytest.mark.parametrize("way", [*EAGER, "inductor"])
+def test_an_old_statistic_that_a_formula_saves(way: str, holder: str) -> None:
+    """Of an input that the graph overwrites, although it needs no gradient itself."""
+
+    def normalise(x: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+        y = x * mean
+        mean.mul_(0.5).add_(x.detach().mean(0))
+        return y
+
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[1])
+        ctx.mark_non_differentiable(output[1])
+
+    one = MultiKernel(
+        f"statistic_{holder}_{way}",
+        {"a": normalise},
+        schema="(Tensor x, Tensor(a!) mean) -> Tensor",
+        fake=like_first,
+    )
+    one.register_autograd(
+        lambda ctx, dy, dmean: (dy * ctx.saved_tensors[0], None), setup_context=setup_context
+    )
+    module = torch.nn.Module()
+    module.register_buffer("mean", torch.rand(3))
+    mean, x = module.mean, torch.rand(4, 3, requires_grad=True)
+    old = mean.clone()
+    call: Any = (lambda x, mean: one(x, mean)) if holder == "argument" else lambda x: one(x, mean)
+    if way != "eager":
+        call = torch.compile(call, backend=way, fullgraph=True)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        call(x, *([mean] if holder == "argument" else [])).sum().backward()
+    torch.testing.assert_close(x.grad, old.expand(4, 3))
+    torch.testing.assert_close(mean, old * 0.5 + x.detach().mean(0))
+
+
+# --- old values that another op has saved
+
+
+def add_by_address(x: torch.Tensor, y: torch.Tensor) -> None:
+    """As a launcher does: torch knows nothing of what it writes."""
+    y.detach().numpy()[...] += x.detach().numpy()
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("called", ["object", "keyword", "op", "no schema"])
+@pytest.mark.parametrize("way", [*EAGER, pytest.param("inductor", marks=pytest.mark.long)])
+def test_a_backward_pass_that_needs_overwritten_values_raises(
+    way: str, called: str, context: Any
+) -> None:
+    if called == "no schema":
+        if way != "eager":
+            return
+        one = MultiKernel("launcher", {"a": add_by_address}, mutates=["y"])
+    else:
+        one = MultiKernel(
+            "launched",
+            {"a": add_by_address},
+            schema="(Tensor x, Tensor(a!) y) -> ()",
+            fake=lambda x, y: None,
+        )
+
+    def step(w: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        product = (w * y).sum()
+        with context():
+            if called == "keyword":
+                one(x, y=y)
+            else:
+                (one.op if called == "op" else one)(x, y)
+        return product
+
+    run = step if way == "eager" else torch.compile(step, backend=way, fullgraph=True)
+    for _ in range(2):  # the first call of a kernel, and one with a plan
+        w, x, y = torch.ones(4, requires_grad=True), torch.ones(4), torch.ones(4)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            run(w, x, y).backward()
+
+
+def test_versions_of_tensors_in_lists() -> None:
+    one = made(BY_NAME["lists"], "versions", gradient=False)
+    for call in (one, one.op):
+        x, ys = torch.rand(3), [torch.rand(3), torch.rand(3)]
+        before = [y._version for y in ys]
+        call([x, x], ys, 2.0)
+        assert all(y._version > old for y, old in zip(ys, before, strict=True))
+
+
 # --- where there is no gradient
 
 WRAPPED = (NoGradientError, torch._dynamo.exc.TorchDynamoException)
@@ -218,6 +305,103 @@ def test_a_region_without_gradients_inside_a_graph() -> None:
     x = torch.rand(4, requires_grad=True)
     torch.compile(region, fullgraph=True, backend="aot_eager")(x).sum().backward()
     torch.testing.assert_close(x.grad, 2 * x.detach().square())
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=LONG)])
+def test_a_decomposed_program_is_not_compiled_with_gradients(backend: str) -> None:
+    """torch runs the op below autograd there, and would lose the gradient without an error."""
+    one = made(BY_NAME["multiply"], "decomposed")
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.full((4,), 2.0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x * 3
+            one(self.weight, y)
+            return y.sum() + self.weight.sum()
+
+    x = torch.ones(4)
+    program = torch.export.export(Model(), (x,))
+    module = program.run_decompositions().module()
+    module(x).backward()
+    torch.testing.assert_close(module.weight.grad, torch.full((4,), 4.0))
+    compiled = torch.compile(module, backend=backend)
+    with pytest.raises(WRAPPED, match=r"'decomposed_multiply': torch.compile loses its gradient"):
+        compiled(x).backward()
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), module(x).detach())
+    module = program.module()
+    module.weight.grad = None
+    torch.compile(module, backend=backend)(x).backward()
+    torch.testing.assert_close(module.weight.grad, torch.full((4,), 4.0))
+
+
+# --- arguments
+
+
+def test_a_keyword_alone_may_require_a_gradient() -> None:
+    one = made(BY_NAME["parts"], "keyword")
+    x, factor = torch.rand(3, 4), torch.rand(3, 4, requires_grad=True)
+    sine, _ = one.op(x, factor=factor)
+    assert sine.requires_grad
+    without = made(BY_NAME["parts"], "keyword_without", gradient=False)
+    with pytest.raises(NoGradientError, match="'keyword_without_parts'"):
+        without.op(x, factor=factor)[0].sum().backward()
+
+
+def test_defaults_that_torch_leaves_out() -> None:
+    """It strips arguments that equal their defaults, and a schema has numbers for dtypes."""
+    seen: list[Any] = []
+
+    def kernel(x: torch.Tensor, dtype: Any, *, bits: int, other: Any) -> torch.Tensor:
+        seen.append((dtype, bits, other))
+        return x.to(dtype)
+
+    def fake(x: torch.Tensor, dtype: Any, *, bits: int, other: Any) -> torch.Tensor:
+        return torch.empty_like(x, dtype=dtype)
+
+    one = MultiKernel(
+        "defaults",
+        {"a": kernel},
+        schema="(Tensor x, ScalarType dtype=double, *, int bits=3, ScalarType? other=half) "
+        "-> Tensor",
+        fake=fake,
+    )
+    expected = (torch.float64, 3, torch.float16)
+    x = torch.rand(3)
+    for run in (one.op, torch.compile(one.op, fullgraph=True, backend="aot_eager")):
+        seen.clear()
+        assert run(x).dtype == torch.float64
+        assert run(x, torch.float64, bits=3, other=torch.float16).dtype == torch.float64
+        assert run(x, torch.bfloat16, bits=4).dtype == torch.bfloat16
+        assert seen == [expected, expected, (torch.bfloat16, 4, torch.float16)]
+
+
+def test_lists_without_tensors() -> None:
+    def kernel(x: torch.Tensor, more: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([x, *more]).sum(0)
+
+    seen: list[Any] = []
+
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        seen.append(ctx.needs_input_grad)
+        return dy, [dy] * ctx.count
+
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.count = len(inputs[1])
+
+    one = MultiKernel(
+        "no_tensors", {"a": kernel}, schema="(Tensor x, Tensor[] more) -> Tensor", fake=like_first
+    )
+    one.register_autograd(backward, setup_context=setup_context)
+    for count in (0, 2):
+        x = torch.rand(3, requires_grad=True)
+        one.op(x, [torch.rand(3)] * count).sum().backward()
+        assert bool((x.grad == 1).all())
+    assert seen == [(True, []), (True, [False, False])]
 
 
 # --- mistakes

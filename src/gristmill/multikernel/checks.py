@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import keyword
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -162,6 +163,19 @@ def checked_mutates(name: str, mutates: Any, signature: inspect.Signature | None
                 f"there are: {', '.join(known) or 'none'}"
             )
         found.append(known[one] if isinstance(one, int) and inside else str(one))
+    return found
+
+
+def positions_of(names: Iterable[str], signature: inspect.Signature | None) -> list[int]:
+    """Where arguments stand in a call, sys.maxsize for those that are passed by name alone."""
+    parameters = signature.parameters.values() if signature else ()
+    positional = [one.name for one in parameters if one.kind is not one.KEYWORD_ONLY]
+    found = []
+    for name in names:
+        if name in positional:
+            found.append(positional.index(name))
+        else:
+            found.append(int(name) if name.isdecimal() else sys.maxsize)
     return found
 
 

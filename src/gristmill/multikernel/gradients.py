@@ -8,14 +8,16 @@ that a compiler sees are those of `copy_`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
 
 from gristmill.errors import ArgumentError, NoGradientError
-from gristmill.ops.autograd import below_autograd, written_in
+from gristmill.ops.autograd import below_autograd, tensors_in, written_in
 from gristmill.ops.op import LIBRARY, NAMESPACE
 from gristmill.ops.overlap import are_overlapping
 
@@ -44,10 +46,15 @@ class Differentiable:
         arguments = overload._schema.arguments
         self._names = [one.name for one in arguments]
         self._keywords = [one.name for one in arguments if one.kwarg_only]
-        self._defaults = [one.default_value for one in arguments]
+        self._defaults = [_default(one) for one in arguments]
         self._positional = len(self._names) - len(self._keywords)
         self._written = written_in(overload._schema)
         self._returns = len(overload._schema.returns)
+        self._lists = [_is_list(one) for one in arguments]
+        self._output_lists = [
+            *map(_is_list, overload._schema.returns),
+            *(self._lists[at] for at in self._written),
+        ]
         self._function = _function(name, self)
 
     def completed(
@@ -73,16 +80,21 @@ class Differentiable:
             )
         args, named = self.completed(args, kwargs)
         values = [*args, *(named[name] for name in self._keywords)]
+        if self._written and _is_in_decomposed_program(values):
+            raise NoGradientError(
+                f"{self._where}: torch.compile loses its gradient in a program that was exported "
+                f"and decomposed; compile the program before run_decompositions()"
+            )
         self._check_written(values)
         old = list(values)
         if gradient is not None and gradient.setup_context is not None:
             for at in self._written:  # setup_context may save the old values
-                old[at] = _mapped(torch.clone, values[at])
-        flat, lengths = _flattened(old)
+                old[at] = _mapped(_copy, values[at])
+        flat, lengths = _flattened(old, self._lists)
         call = _Call(gradient, keys, lengths)
         outputs = _restored(self._function.apply(call, *flat), call.output_lengths)
         for at, new in zip(self._written, outputs[self._returns :], strict=True):
-            for tensor, value in zip(_tensors(values[at]), _tensors(new), strict=True):
+            for tensor, value in zip(tensors_in(values[at]), tensors_in(new), strict=True):
                 tensor.copy_(value)
         return self._as_returned(outputs[: self._returns])
 
@@ -101,7 +113,7 @@ class Differentiable:
             output = tuple(outputs) if self._written else result
             more = {"keyword_only_inputs": named} if named else {}
             call.gradient.setup_context(ctx, args, output, **more)
-        flat, call.output_lengths = _flattened(outputs)
+        flat, call.output_lengths = _flattened(outputs, self._output_lists)
         return flat
 
     def backward(self, ctx: Any, call: _Call, flat: Sequence[Any]) -> list[Any]:
@@ -164,7 +176,7 @@ class Differentiable:
         named = [
             (name, one, at in self._written)
             for at, (name, value) in enumerate(zip(self._names, values, strict=True))
-            for one in _tensors(value)
+            for one in tensors_in(value)
         ]
         for at, (name, tensor, is_written) in enumerate(named):
             base = tensor._base
@@ -210,10 +222,16 @@ def _function(name: str, op: Differentiable) -> Any:
     return Function
 
 
-def _flattened(values: Sequence[Any]) -> tuple[list[Any], Lengths]:
+def _flattened(values: Sequence[Any], lists: Sequence[bool]) -> tuple[list[Any], Lengths]:
     """The values, with lists of tensors expanded."""
-    lengths = [len(one) if _is_list(one) else None for one in values]
-    return [one for value in values for one in (value if _is_list(value) else (value,))], lengths
+    lengths = [
+        len(value) if is_list and value is not None else None
+        for value, is_list in zip(values, lists, strict=True)
+    ]
+    flat: list[Any] = []
+    for value, length in zip(values, lengths, strict=True):
+        flat += (value,) if length is None else value
+    return flat, lengths
 
 
 def _restored(flat: Sequence[Any], lengths: Lengths) -> list[Any]:
@@ -223,14 +241,36 @@ def _restored(flat: Sequence[Any], lengths: Lengths) -> list[Any]:
     ]
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and any(isinstance(one, torch.Tensor) for one in value)
+def _is_in_decomposed_program(values: Sequence[Any]) -> bool:
+    """Whether a compiler traces this call as part of `auto_functionalized`.
+
+    `run_decompositions` puts that in the place of ops that write. torch passes autograd by for it,
+    so the gradient would silently be lost. Run without a compiler it calls the op, and is right.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if not any(isinstance(one, FakeTensor) for value in values for one in tensors_in(value)):
+        return False
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch._higher_order_ops.auto_functionalize":
+            return True
+        frame = frame.f_back
+    return False
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    for one in value if isinstance(value, (list, tuple)) else (value,):
-        if isinstance(one, torch.Tensor):
-            yield one
+def _is_list(declared: Any) -> bool:
+    """Whether an argument or a result of a schema is a list of tensors."""
+    kind = str(declared.type)
+    return "List" in kind and "Tensor" in kind
+
+
+def _default(argument: Any) -> Any:
+    """The default of an argument; schemas hold a dtype as its number."""
+    value = argument.default_value
+    if isinstance(value, int) and "ScalarType" in str(argument.real_type):
+        return torch.ops.aten.empty.memory_format([0], dtype=value, device="meta").dtype
+    return value
 
 
 def _mapped(function: Function, value: Any) -> Any:

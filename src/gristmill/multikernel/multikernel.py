@@ -30,6 +30,7 @@ from gristmill.multikernel.problem import (
 )
 from gristmill.multikernel.routes import Route, kind_of, write_route
 from gristmill.multikernel.variant import UserKernel
+from gristmill.ops.autograd import version_incrementer
 from gristmill.ops.direct import (
     PLAIN,
     is_differentiated_in_trace,
@@ -120,6 +121,11 @@ class MultiKernel:
             self.op = registered.define(name, parsed)
         elif fake is not None:
             raise ArgumentError(f"MultiKernel {name!r}: fake is given without schema; give both")
+        # A kernel that is launched by address does not increment versions itself.
+        self._increment = None
+        if self.mutates:
+            written = checks.positions_of(self.mutates, self.signature)
+            self._increment = version_incrementer(written, self.mutates)
         self._plans: dict[Hashable, Function] = {}
         # The route of the last call with so many positional arguments and these keywords.
         self._routes: dict[Hashable, Route] = {}
@@ -134,6 +140,8 @@ class MultiKernel:
             return self.op(*args, **kwargs)
         if kwargs:
             return self.run(*args, **kwargs)
+        if self._increment is not None:
+            self._increment(args, kwargs)
         try:
             function = self._plans[self._routes[len(args)](*args)]
         except _NO_PLAN:
@@ -250,6 +258,8 @@ class MultiKernel:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Choose (or remember the choice) and run it, never as the torch op."""
+        if self._increment is not None:
+            self._increment(args, kwargs)
         function: Function | None
         try:
             function = self._plans[self._routes[_shape(args, kwargs)](*args, **kwargs)]

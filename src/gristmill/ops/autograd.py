@@ -3,12 +3,14 @@
 torch accepts gradients only for operators that write to none of their arguments. For all others its
 fallback runs the operator and records nothing, so gradients are silently wrong, in compiled graphs
 and in eager mode. Each such operator therefore gets its own kernel at the Autograd key, which
-compilers trace through as well.
+compilers trace through as well. Written tensors get a new version before the op runs: a backward
+pass that needs their old values raises, as after torch's own in-place ops.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NoReturn
 
 import torch
@@ -42,8 +44,14 @@ def define_autograd(
     `differentiated(keys, args, kwargs)` is called if an argument requires a gradient. All other
     calls run `implementation`, the kernel for real tensors: directly if no other key is left, since
     a second pass through the dispatcher costs a microsecond. `implementation` rejects dual numbers
-    itself; those of torch.func are unwrapped before it is reached.
+    itself; those of torch.func are unwrapped before it is reached. It also gives written tensors
+    their new version, as it is called past the dispatcher as well.
     """
+    written = written_in(overload._schema)
+    increment: Callable[..., Any] = _nothing
+    if written:
+        names = [overload._schema.arguments[at].name for at in written]
+        increment = version_incrementer(written, names)
 
     def autograd(keys: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **kwargs):
@@ -56,9 +64,13 @@ def define_autograd(
             with torch._C._AutoDispatchBelowAutograd():
                 return implementation(*args, **kwargs)
         refuse_tangents((*args, *kwargs.values()))
+        increment(args, kwargs)
         return below_autograd(overload, keys, args, kwargs)
 
     library.impl(overload._schema.name, autograd, "Autograd", with_keyset=True)
+
+
+def _nothing(*args: Any) -> None: ...
 
 
 def below_autograd(overload: Any, keys: Any, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
@@ -71,6 +83,45 @@ def written_in(schema: Any) -> tuple[int, ...]:
     """Positions of the arguments that an op writes to."""
     arguments = enumerate(schema.arguments)
     return tuple(at for at, one in arguments if one.alias_info and one.alias_info.is_write)
+
+
+# `torch.autograd.graph.increment_version` of several tensors, at half its cost.
+increment_versions: Callable[[Sequence[torch.Tensor]], None] = torch._C._increment_version
+
+
+def version_incrementer(
+    written: Sequence[int], names: Sequence[str]
+) -> Callable[[Arguments, Mapping[str, Any]], None]:
+    """A function of a call's arguments, to be called before it writes to them.
+
+    Those that it writes to stand at the positions `written`, and have `names`.
+    """
+    highest = max(written)
+    # Of one position, too, it gives a tuple.
+    pick = itemgetter(*written) if len(written) > 1 else itemgetter(slice(highest, highest + 1))
+
+    def increment(args: Arguments, kwargs: Mapping[str, Any]) -> None:
+        if len(args) > highest:
+            try:
+                increment_versions(pick(args))
+            except (RuntimeError, TypeError):  # lists, or not given
+                increment_each(args, kwargs)
+        else:
+            increment_each(args, kwargs)
+
+    def increment_each(args: Arguments, kwargs: Mapping[str, Any]) -> None:
+        both = zip(written, names, strict=True)
+        values = [args[at] if at < len(args) else kwargs.get(name) for at, name in both]
+        increment_versions([one for value in values for one in tensors_in(value)])
+
+    return increment
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """A tensor, or those in a list."""
+    for one in value if isinstance(value, (list, tuple)) else (value,):
+        if isinstance(one, torch.Tensor):
+            yield one
 
 
 class Refusal:

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gristmill.ops.autograd import increment_versions
+
 # The number of valid distances that a plan remembers.
 _SEEN = 256
 
@@ -170,7 +172,8 @@ def watched(
     args: tuple[Any, ...],
     written: tuple[int, ...],
 ) -> Callable[..., Any]:
-    """`plan` with a check for overlap, for an op that writes to the arguments `written`.
+    """`plan` for an op that writes to the arguments `written`: each call checks them for overlap,
+    then gives them new versions.
 
     The key of a plan has no addresses, so each call compares them, and runs `check` where address
     ranges intersect in a way that it has not yet seen. Generated code, because every call pays.
@@ -178,8 +181,6 @@ def watched(
     tensors = {at: extent_of(arg) for at, arg in enumerate(args) if isinstance(arg, torch.Tensor)}
     pairs = [(one, two) for two in tensors for one in tensors if one < two]
     pairs = [(one, two) for one, two in pairs if one in written or two in written]
-    if not pairs:
-        return plan
     near: list[str] = []
     known: set[int] = set()
     for one, two in pairs:
@@ -200,8 +201,11 @@ def watched(
                 seen.add(distances)
 
     names = ", ".join(f"tensor_{at}" for at in range(len(args)))
-    source = f"lambda {names}: ({' or '.join(near)}) and look({names}) or plan({names})"
-    found: Callable[..., Any] = eval(source, {"look": look, "plan": plan})
+    overwritten = ", ".join(f"tensor_{at}" for at in written)
+    steps = [f"({' or '.join(near)}) and look({names})"] if near else []
+    steps += [f"increment(({overwritten},))", f"plan({names})"]
+    names_here = {"look": look, "increment": increment_versions, "plan": plan}
+    found: Callable[..., Any] = eval(f"lambda {names}: {' or '.join(steps)}", names_here)
     return found
 
 
