@@ -124,8 +124,8 @@ def _one_pass(
             return loss, lse
         if inplace:
             one_pass.check_in_place(logits)
-        pair: tuple[torch.Tensor, torch.Tensor] = _ONE_PASS.apply(inplace, *args)
-        return pair
+        loss, lse, *_ = _ONE_PASS.apply(inplace, *args)
+        return loss, lse
     if not torch.compiler.is_compiling():
         CROSS_ENTROPY.check(*args)
     if any_dtensor(logits, target, weight):

@@ -102,6 +102,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _, _, denominators, stats = output
     ctx.save_for_backward(x, weight, target, bias, class_weight, stats, denominators)
     ctx.options = tuple(options)
+    ctx.mark_non_differentiable(denominators, stats)
     ctx.set_materialize_grads(False)
 
 
