@@ -34,7 +34,7 @@ from gristmill.ops.direct import (
     refuse_tangents,
 )
 from gristmill.ops.memory import MEMORY_ERRORS, is_lack, lack
-from gristmill.ops.overlap import watched
+from gristmill.ops.overlap import writing_plan
 from gristmill.ops.plan_key import are_deterministic, check_memory, is_lazy, key_function
 from gristmill.select.chooser import failure_of, ranked, resolve
 from gristmill.select.device import Device, device_of
@@ -324,7 +324,7 @@ class Op:
             first_sight(self.name, self.variants, problem, args, self.written)
             _, plan = resolve(self.name, self.variants, problem)
         if self.written:
-            plan = watched(plan, self.check, args, self.written)
+            plan = writing_plan(plan, self.check, args, self.written)
         if len(plans) >= PLANS_KEPT:
             plans.clear()
         plans[key] = plan

@@ -166,7 +166,7 @@ def _reaches(total: int, terms: tuple[tuple[int, int], ...], steps: Iterator[int
     return any(_reaches(total - n * stride, tuple(finer), steps) for n in numbers)
 
 
-def watched(
+def writing_plan(
     plan: Callable[..., Any],
     check: Callable[..., None],
     args: tuple[Any, ...],
@@ -181,16 +181,16 @@ def watched(
     tensors = {at: extent_of(arg) for at, arg in enumerate(args) if isinstance(arg, torch.Tensor)}
     pairs = [(one, two) for two in tensors for one in tensors if one < two]
     pairs = [(one, two) for one, two in pairs if one in written or two in written]
-    near: list[str] = []
+    intersecting: list[str] = []
     known: set[int] = set()
     for one, two in pairs:
-        near.append(
+        intersecting.append(
             f"{-tensors[two].span} < {_address(two, known)} - {_address(one, known)} "
             f"< {tensors[one].span}"
         )
     seen: set[tuple[int, ...]] = set()
 
-    def look(*args: Any) -> None:
+    def check_distances(*args: Any) -> None:
         places = [args[at].data_ptr() for at in tensors]
         distances = tuple(place - places[0] for place in places)
         if distances not in seen:
@@ -202,9 +202,9 @@ def watched(
 
     names = ", ".join(f"tensor_{at}" for at in range(len(args)))
     overwritten = ", ".join(f"tensor_{at}" for at in written)
-    steps = [f"({' or '.join(near)}) and look({names})"] if near else []
+    steps = [f"({' or '.join(intersecting)}) and check_distances({names})"] if intersecting else []
     steps += [f"increment(({overwritten},))", f"plan({names})"]
-    names_here = {"look": look, "increment": increment_versions, "plan": plan}
+    names_here = {"check_distances": check_distances, "increment": increment_versions, "plan": plan}
     found: Callable[..., Any] = eval(f"lambda {names}: {' or '.join(steps)}", names_here)
     return found
 

@@ -33,13 +33,13 @@ def normalised(
         if compiling or h.numel() == 0 or _has_squares(square):
             root = square.rsqrt_()
             return c * root, root
-    unit = _unit_of_rows(h, eps)
-    c = h * unit if center is None else center(h * unit)
+    scale = _scale_of_rows(h, eps)
+    c = h * scale if center is None else center(h * scale)
     square = c.square().mean(-1, keepdim=True)
     # If h equals its mean, only eps remains under the root.
-    unit = torch.where(square == 0, 1.0, unit)
-    root = torch.rsqrt(square + eps * unit * unit)
-    return c * root, root * unit
+    scale = torch.where(square == 0, 1.0, scale)
+    root = torch.rsqrt(square + eps * scale * scale)
+    return c * root, root * scale
 
 
 def _has_squares(square: torch.Tensor) -> bool:
@@ -54,7 +54,7 @@ def _is_traced() -> bool:
     return torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack() > 0
 
 
-def _unit_of_rows(h: torch.Tensor, eps: float) -> torch.Tensor:
+def _scale_of_rows(h: torch.Tensor, eps: float) -> torch.Tensor:
     """A power of two for each row of h.
 
     It scales the row's largest magnitude, or sqrt(eps) if that is larger, to about 2^40, unless it
@@ -63,10 +63,10 @@ def _unit_of_rows(h: torch.Tensor, eps: float) -> torch.Tensor:
     if h.shape[-1] == 0:
         return h.new_ones((*h.shape[:-1], 1))
     size = torch.linalg.vector_norm(h.detach(), math.inf, -1, keepdim=True)
-    most = 1000 if h.dtype == torch.float64 else 126
-    up = (40 - size.clamp(min=math.sqrt(eps)).log2().floor()).clamp(max=most)
-    far = ((up > 80) | (up < 0)) & (size > 0) & size.isfinite()
-    return torch.where(far, up, 0.0).exp2()
+    largest_exponent = 1000 if h.dtype == torch.float64 else 126
+    exponent = (40 - size.clamp(min=math.sqrt(eps)).log2().floor()).clamp(max=largest_exponent)
+    needs_scale = ((exponent > 80) | (exponent < 0)) & (size > 0) & size.isfinite()
+    return torch.where(needs_scale, exponent, 0.0).exp2()
 
 
 def sum_dtype(x: torch.Tensor, residual: torch.Tensor) -> torch.dtype:

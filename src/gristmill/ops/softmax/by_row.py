@@ -39,7 +39,7 @@ def log_softmax_backward(
 
 def _forward(
     function: Callable[..., torch.Tensor],
-    unseen: float,
+    hidden: float,
     x: torch.Tensor,
     causal: int,
     scale: float,
@@ -49,7 +49,7 @@ def _forward(
         return function(x, EVERYTHING, scale, mask)
 
     rows = (x, None if mask is None else mask.expand(x.shape))
-    return _each(row, unseen, torch.nan, rows, causal)
+    return _each(row, hidden, torch.nan, rows, causal)
 
 
 def _backward(
@@ -67,14 +67,14 @@ def _backward(
 
 def _each(
     function: Callable[..., torch.Tensor],
-    unseen: float,
-    spoiled: float,
+    hidden: float,
+    hidden_if_nan: float,
     tensors: tuple[torch.Tensor, torch.Tensor | None],
     causal: int,
 ) -> torch.Tensor:
-    """`function` of each row's columns that are seen, and `unseen` for the others.
+    """`function` of each row's columns that are seen, and `hidden` for the others.
 
-    These are `spoiled` where the row's result is NaN.
+    These are `hidden_if_nan` where the row's result is NaN.
     """
     first = tensors[0]
     if not first.numel():
@@ -90,10 +90,10 @@ def _each(
         parts = [None if row is None else row[:, :seen].contiguous() for row in rows]
         if seen == columns:
             return [function(*parts)]
-        result = first.new_full((1, columns), unseen)
+        result = first.new_full((1, columns), hidden)
         if seen:
             result[:, :seen] = function(*parts)
-            result[:, seen:] = torch.where(result[:, :1].isnan(), spoiled, unseen)
+            result[:, seen:] = torch.where(result[:, :1].isnan(), hidden_if_nan, hidden)
         return [result]
 
     (result,) = each_alone(alone, tensors, first.shape[:-1])
