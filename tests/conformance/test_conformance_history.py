@@ -7,8 +7,9 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from conformance_helpers import ALL_OPS, copied
+from conformance_helpers import ALL_OPS, copied, supporting
 
+import gristmill
 from gristmill.errors import GristmillError
 from gristmill.ops.op import Op
 from gristmill.ops.registry import OPS
@@ -124,3 +125,65 @@ def test_tensors_that_differ_in_no_metadata(op: Op) -> None:
     with torch.no_grad():
         for one in (wanting, inference, args):
             assert outcome(op, one) == expected
+
+
+def in_other_strides(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, with other strides in dims of one element or none: contiguous, for torch."""
+    strides = [
+        step + 2 if size < 2 else step
+        for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+    ]
+    place = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    assert place.is_contiguous()
+    return place.copy_(tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 32), (0, 32), (4, 32)], ids=str)
+@pytest.mark.parametrize("op", ALL_OPS)
+def test_strides_that_the_key_of_a_plan_leaves_out(
+    op: Op, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """One plan serves all of them, and each call gets the strides that its own tensors ask for."""
+    args = op.example(shape, dtype, "cpu")
+    loose = [
+        at
+        for at, one in enumerate(args)
+        if isinstance(one, torch.Tensor) and one.is_contiguous() and min(one.shape, default=2) < 2
+    ]
+    places = [(), *((at,) for at in loose), tuple(loose)]
+    calls = [
+        tuple(in_other_strides(one) if at in there else one for at, one in enumerate(args))
+        for there in places
+    ]
+    for variant in supporting(op, args):
+        with gristmill.use(op.name, variant.name):
+            alone = []
+            for call in calls:
+                op.forget_plans()
+                alone.append(outcome(op, call))
+                promised = op.outputs(*call)
+                if promised is not None:
+                    each = [promised] if isinstance(promised, torch.Tensor) else promised
+                    strides = [one.stride() for one in each]
+                    assert [one[1] for one in alone[-1][: len(strides)]] == strides, variant.name
+            for order in (1, -1):
+                op.forget_plans()
+                for call, expected in list(zip(calls, alone, strict=True))[::order]:
+                    assert outcome(op, call) == expected, variant.name
+                # The key of a tensor without elements says whether it has memory all the same.
+                assert len(op._plans) == 1 or not shape[0], variant.name
+
+
+def test_the_strides_of_a_gradient_of_one_row() -> None:
+    """The call of tools/fuzz.py whose dx had the strides of the call before."""
+    op = OPS["log_softmax_backward"]
+    dy = torch.randn(1, 100).bfloat16()
+    sliced = torch.log_softmax(torch.randn(1, 102).half(), -1)[:, :100]
+    dense = sliced.clone(memory_format=torch.contiguous_format)
+    assert (sliced.stride(), dense.stride()) == ((102, 1), (100, 1))
+    for order in ((sliced, dense, sliced), (dense, sliced, dense)):
+        op.forget_plans()
+        for y in order:
+            assert op.run(dy, y, 2, 0.125).stride() == torch.empty_like(y).stride()
+        assert len(op._plans) == 1

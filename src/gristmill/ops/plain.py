@@ -54,34 +54,45 @@ class Reference(Variant):
 def laid_out(function: Callable[..., Any], outputs: Callable[..., Any]) -> Callable[..., Any]:
     """`function` with the dtypes and strides that the op promises; copies only where they differ.
 
-    A plan serves calls of one layout, so what is promised is found out once, at the first call.
+    `outputs` is evaluated at the first call, and again when strides change that the plan's key
+    leaves out (see `key_function`): those of contiguous tensors, in dims of one element or none.
     """
-    promised: tuple[torch.Tensor, ...] = ()
+    known: tuple[Any, Any, Any] | None = None
 
     def plan(*args: Any) -> Any:
-        nonlocal promised
+        nonlocal known
         result = function(*args)
         if result is None:
             return None
-        results = (result,) if isinstance(result, torch.Tensor) else result
-        if not promised:
-            expected = outputs(*args)
-            expected = (expected,) if isinstance(expected, torch.Tensor) else expected
-            # Bound at once and whole: other threads may make their first call now, too.
-            promised = tuple(
-                torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
-                for one in expected
-            )
-        laid_out = tuple(_as(one, other) for one, other in zip(results, promised, strict=True))
-        return laid_out[0] if isinstance(result, torch.Tensor) else laid_out
+        # Read and bound as a whole: other threads may call at the same time.
+        now = known
+        if now is None:
+            known = now = _promised(outputs, args)
+        for at, stride in now[0]:
+            if args[at].stride() != stride:
+                known = now = _promised(outputs, args)
+                break
+        if isinstance(result, torch.Tensor):
+            return _as(result, now[1][0], now[2][0])
+        return tuple(map(_as, result, now[1], now[2]))  # 0.5 us less than a comprehension
 
     return plan
 
 
-def _as(result: torch.Tensor, promised: torch.Tensor) -> torch.Tensor:
-    if result.stride() == promised.stride() and result.dtype == promised.dtype:
+def _promised(outputs: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+    """Strides of arguments that the plan's key leaves out; strides and dtypes of results."""
+    expected = outputs(*args)
+    expected = (expected,) if isinstance(expected, torch.Tensor) else expected
+    given = [
+        (at, arg.stride())
+        for at, arg in enumerate(args)
+        if isinstance(arg, torch.Tensor) and arg.is_contiguous() and min(arg.shape, default=2) < 2
+    ]
+    return given, [one.stride() for one in expected], [one.dtype for one in expected]
+
+
+def _as(result: torch.Tensor, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    if result.stride() == stride and result.dtype == dtype:
         return result
-    out = torch.empty_strided(
-        promised.shape, promised.stride(), dtype=promised.dtype, device=result.device
-    )
+    out = torch.empty_strided(result.shape, stride, dtype=dtype, device=result.device)
     return out.copy_(result)
