@@ -189,7 +189,9 @@ def backward(
     x_grad: bool,
     weight_grad: bool,
     bias_grad: bool,
+    spread: Tensor | None = None,
 ) -> list[Truth]:
+    """`spread`: of each row, by how much the lse that the stats give may be off."""
     v = _logits(x, weight, bias, softcap)
     classes = weight.shape[0]
     rows = _rows(target, class_weight, classes, ignore_index)
@@ -207,14 +209,22 @@ def backward(
         parts.append(torch.where(rows.counted, dlse.double(), 0.0))
     factor = torch.stack(parts).sum(0).masked_fill(rows.wrong, torch.nan).unsqueeze(-1)
     size = torch.stack(parts).abs().sum(0).unsqueeze(-1)
-    p = torch.exp(v.values - base.unsqueeze(-1)) / total.unsqueeze(-1)
+    # Beside a large logit a unit in the last place decides on the whole probability: where rounding
+    # may go either way both ends count, not the slope between them.
+    half = v.half if spread is None else v.half + spread.unsqueeze(-1)
+    ends = (
+        torch.exp((v.values + end - base.unsqueeze(-1)).clamp(max=80.0)) / total.unsqueeze(-1)
+        for end in (-half, half)
+    )
+    low, high = ends
+    p, p_half = (low + high) / 2, torch.where(low == high, 0.0, (high - low) / 2)
     own = g.unsqueeze(-1) * shares
     dv = p * factor - own
     exponent = 2 + v.terms + _size(v.values) + sums.abs().unsqueeze(-1)
     dv_terms = p * size * exponent + own.abs()
     value = dv * v.slope
     terms = dv_terms * v.slope + dv.abs() * v.slope_terms
-    shift = (p * factor).abs() * v.half * v.slope + dv.abs() * v.slope_half
+    shift = (p_half * factor).abs() * v.slope + dv.abs() * v.slope_half
     # Rows that take no part get zeros, whatever they hold.
     value, terms, shift = (
         torch.where(rows.counted.unsqueeze(-1), one, 0.0) for one in (value, terms, shift)
@@ -244,20 +254,38 @@ def _products(
         # Second order and the other end of the range: a tenth more.
         off = BEFORE_ROUNDING * unit(precise) * terms + 1.1 * shift
         low, high = (value - off).to(x.dtype).double(), (value + off).to(x.dtype).double()
-        value, half = (low + high) / 2, (high - low) / 2
+        # Rounding may decide whether it fits x's dtype, or which infinity it is.
+        unknown = (low.isinf() | high.isinf()) & (low != high)
+        value = torch.where(unknown, 0.0, (low + high) / 2)
+        half = torch.where(unknown | (low == high), 0.0, (high - low) / 2)
         terms = torch.zeros_like(terms)
     else:
-        half = torch.zeros_like(value)
+        unknown, half = torch.zeros_like(value, dtype=torch.bool), torch.zeros_like(value)
     terms = terms + value.abs()
     classes, columns = weight.shape
-    w, h = weight.double(), x.double().reshape(-1, columns) if columns else x.double()
-    flat = [one.reshape(-1, classes) for one in (value, half, terms)]
+    rows = x.shape[:-1].numel()  # -1 would be ambiguous where there are no columns or classes
+    w, h = weight.double(), x.double().reshape(rows, columns)
+    flat = [one.reshape(rows, classes) for one in (value, half, terms)]
+    anything = unknown.double(), unknown.reshape(rows, classes).double()
     empty = [x.new_empty(0, dtype=torch.float64)] * 3
     dx, dweight, dbias = empty, empty, empty
     if wanted[0]:
-        dx = [value @ w, half @ w.abs(), CHAIN * (terms @ w.abs())]
+        found = value @ w, half @ w.abs(), CHAIN * (terms @ w.abs())
+        dx = _unless(anything[0] @ (w != 0).double(), *found)
     if wanted[1]:
-        dweight = [flat[0].t() @ h, flat[1].t() @ h.abs(), CHAIN * (flat[2].t() @ h.abs())]
+        found = flat[0].t() @ h, flat[1].t() @ h.abs(), CHAIN * (flat[2].t() @ h.abs())
+        dweight = _unless(anything[1].t() @ (h != 0).double(), *found)
     if wanted[2]:
-        dbias = [one.sum(0) for one in flat]
-    return [Truth(a - b, a + b, c, precise) for a, b, c in (dx, dweight, dbias)]
+        found = flat[0].sum(0), flat[1].sum(0), flat[2].sum(0)
+        dbias = _unless(anything[1].sum(0), *found)
+    return [Truth(a, b, c, precise) for a, b, c in (dx, dweight, dbias)]
+
+
+def _unless(anything: Tensor, value: Tensor, half: Tensor, terms: Tensor) -> list[Tensor]:
+    """The ends of a range and its terms; from -inf to inf where `anything` is not 0."""
+    low, high = value - half, value + half
+    return [
+        torch.where(anything > 0, -inf, low),
+        torch.where(anything > 0, inf, high),
+        torch.where(anything > 0, 0.0, terms),
+    ]

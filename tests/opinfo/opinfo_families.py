@@ -10,7 +10,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
+import conformance_truth_linear_cross_entropy as linear_entropy
 import cross_entropy_exact as exact
 import torch
 import torch.nn.functional as F
@@ -428,6 +430,18 @@ def cross_entropy(
         weight, factor = _sizes_of_weights(weight, target, ignore_index, reduction)
         return [_larger(one, factor) for one in sizes(logits, target, weight, dys)]
 
+    def reach(tensors: Tensors, dys: Any, outs: Any) -> list[Tensor]:
+        """The loss of a row, of which a mean or a sum is made."""
+        logits, target, weight = tensors
+        none = torch.zeros((), dtype=torch.float64)
+        row = none
+        if reduction != "none":
+            classes = logits.double() if logits.dim() < 3 else logits.double().movedim(-1, 1)
+            own = None if weight is None else weight.double()
+            words = {**options, "reduction": "none"}
+            row = _most(F.cross_entropy(classes, target.long(), own, **words).abs())
+        return [row, *[none] * len(outs[1:]), none]
+
     def sizes(logits: Tensor, target: Tensor, weight: Any, dys: Any) -> list[Truth]:
         words = (ignore_index, label_smoothing, 0.0, None, reduction)
         if way in first:
@@ -455,6 +469,7 @@ def cross_entropy(
         "logits target weight",
         ops=(*ops, "cross_entropy_backward"),
         terms=terms,
+        reach=reach,
         written=(0,) if way == "in place" else (),
         wide=True,
         edges=weight is None and way != "lse",
@@ -489,24 +504,46 @@ def _lse(logits: Tensor) -> Tensor:
     return torch.logsumexp(logits, -1) * spoiled
 
 
-def logsumexp(sample: str, x: Tensor, dim: Any, keepdim: bool = False) -> Call:
-    """By cross entropy, which returns it: of targets that all are ignored."""
-    if isinstance(dim, tuple) and len(dim) != 1:
-        raise TypeError("there is no argument for dims")
-    own = dim[0] if isinstance(dim, tuple) else dim
+class _LseOfIgnored(torch.autograd.Function):
+    """As documented of a row that is ignored: without a gradient of lse it has none, whatever it
+    holds."""
 
-    def ours(x: Tensor) -> Tensor:
-        rows = x.movedim(own, -1)
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        return _lse(rows)
+
+    @staticmethod
+    def backward(ctx: Any, dlse: Tensor) -> Tensor:
+        (rows,) = ctx.saved_tensors
+        with torch.enable_grad():
+            leaf = rows.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(_lse(leaf), leaf, dlse)
+        return gradient.masked_fill((dlse == 0.0).unsqueeze(-1), 0.0)
+
+
+def logsumexp(
+    sample: str, x: Tensor, dim: Any, keepdim: bool = False, *, mask: Tensor | None = None
+) -> Call:
+    """By cross entropy, which returns it: of targets that all are ignored. A mask is the caller's:
+    logits that are left out are -inf."""
+    (own,) = dim if isinstance(dim, tuple) else (dim,)
+
+    def rows_of(x: Tensor, mask: Tensor | None) -> Tensor:
+        return (x if mask is None else x.masked_fill(~mask, NONE)).movedim(own, -1)
+
+    def ours(x: Tensor, mask: Tensor | None) -> Tensor:
+        rows = rows_of(x, mask)
         target = torch.full(rows.shape[:-1], -100, device=x.device)
         lse = gm.cross_entropy(rows, target, reduction="sum", return_lse=True)[1]
         return lse.unsqueeze(own) if keepdim else lse
 
-    def torchs(x: Tensor) -> Tensor:
-        lse = _lse(x.movedim(own, -1))
+    def torchs(x: Tensor, mask: Tensor | None) -> Tensor:
+        lse: Tensor = _LseOfIgnored.apply(rows_of(x, mask))
         return lse.unsqueeze(own) if keepdim else lse
 
     def terms(tensors: Tensors, dys: Any, outs: Any) -> list[Truth]:
-        rows = tensors[0].movedim(own, -1)
+        rows = rows_of(*tensors)
         target = torch.full(rows.shape[:-1], -100, device=rows.device)
         words = (-100, 0.0, 0.0, None, "sum")
         _, lse, _, *kept = truth_of("cross_entropy", (rows, target, None, *words, True))
@@ -524,8 +561,8 @@ def logsumexp(sample: str, x: Tensor, dim: Any, keepdim: bool = False) -> Call:
         sample,
         ours,
         torchs,
-        (x,),
-        "x",
+        (x, mask),
+        "x mask",
         ops=("cross_entropy", "cross_entropy_backward"),
         terms=terms,
         wide=True,
@@ -658,15 +695,23 @@ def linear_cross_entropy(
         return F.cross_entropy(logits, target.long(), classes, **words)
 
     def terms(tensors: Tensors, dys: Any, outs: Any) -> list[Truth]:
+        many = max(CHAIN, *(_equal_terms(one) for one in tensors[:2]))
+        with mock.patch.object(linear_entropy, "CHAIN", many):
+            return truths(tensors, dys)
+
+    def truths(tensors: Tensors, dys: Any) -> list[Truth]:
         rest = (ignore_index, label_smoothing, 0.0, None, reduction, None)
-        loss, lse, denominators, *kept = truth_of("linear_cross_entropy", (*tensors, *rest))
-        # Where both of a logarithm's parts are kept: it and one.
-        known_lse = torch.stack((lse.low, torch.ones_like(lse.low)), -1) if kept else lse.low
+        loss, lse, denominators, _ = truth_of("linear_cross_entropy", (*tensors, *rest))
+        # Logits next to a tie of their rounding leave a range for the lse of the forward pass.
+        middle, spread = (lse.low + lse.high) / 2, (lse.high - lse.low) / 2
+        middle = torch.where(spread.isfinite(), middle, lse.low)
+        # Both parts of a logarithm are kept: it and one.
+        stats = torch.stack((middle, torch.ones_like(middle)), -1)
         _, factor = _sizes_of_weights(tensors[4], tensors[2], ignore_index, reduction)
-        known = (dys[0], None, known_lse, denominators.low)
+        known = (dys[0], None, stats, denominators.low)
         grads = (True, True, tensors[3] is not None)
-        name = "linear_cross_entropy_backward"
-        made = truth_of(name, (*tensors, *known, *rest, *grads))
+        spread = spread.nan_to_num(0.0, 0.0)
+        made = linear_entropy.backward(*tensors, *known, *rest, *grads, spread=spread)
         found = [loss, *_there(made, (*tensors[:2], tensors[3]))]
         if factor == 1.0:
             return found
@@ -701,11 +746,18 @@ def linear_cross_entropy(
     )
 
 
-def topk_router(sample: str, logits: Tensor, k: int, dim: int = -1, *rest: Any) -> Call:
+def topk_router(
+    sample: str,
+    logits: Tensor,
+    k: int,
+    dim: int = -1,
+    largest: bool = True,
+    ordered: bool = True,
+) -> Call:
     """The largest k of a softmax, and where they are: without their being made to add up."""
-    largest, ordered = (*rest, True, True)[:2]
-    if dim % max(1, logits.dim()) != logits.dim() - 1 or not (largest and ordered):
-        raise TypeError("topk_router: takes the largest of the last dim, in order")
+    assert not logits.dim() or dim % logits.dim() == logits.dim() - 1
+    assert largest
+    assert ordered
     rows = logits.flatten(0, -2) if logits.dim() > 2 else logits
     shape = rows.shape
 

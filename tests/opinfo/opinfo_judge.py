@@ -89,6 +89,19 @@ def mismatches(
                     yield f"{words} by {name}: {kind} {which} is off by {error:.3g} > {bound:.3g}"
 
 
+def judged(call: Call, lay: str, device: str) -> list[bool]:
+    """Of each result, then of each gradient: whether any element of it is judged."""
+    given = _given(call, lay, device)
+    found = []
+    for truth, lost, beyond in zip(given.truths, given.lost, given.beyond, strict=True):
+        known = (truth.low == truth.high) | truth.low.isnan()
+        known |= truth.low.isfinite() & truth.high.isfinite()
+        for apart in (lost, beyond):
+            known = known if apart is None else known & ~apart
+        found.append(bool(known.any()))
+    return found
+
+
 def named(ops: tuple[str, ...]) -> list[str]:
     """All variants of some ops, but the reference."""
     names = [variant.name for op in ops for variant in OPS[op].variants]
@@ -369,7 +382,7 @@ def _errors(
         beyond = None if name == "reference" and call.scaled else given.beyond[place]
         for apart in (given.lost[place], beyond):
             off = off if apart is None else off.masked_fill(apart, 0.0)
-        errors.append(float(off.max()) if off.numel() else 0.0)
+        errors.append(float(off.detach().max()) if off.numel() else 0.0)
     return errors
 
 

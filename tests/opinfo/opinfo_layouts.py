@@ -163,8 +163,9 @@ def denormal(values: Tensor) -> Tensor:
 
 
 def equal(values: Tensor) -> Tensor:
-    """Each row one number many times, from one to the largest."""
-    return _by_row(torch.ones_like(values), [1.0, 1e19, 1e36, 1e38, 3e38])
+    """Each row one number many times, from one to the largest: sums of them are exact in fp64."""
+    sizes = torch.tensor([1.0, 1e19, 1e36, 1e38, 3e38]).tolist()
+    return _by_row(torch.ones_like(values), sizes)
 
 
 def offset(values: Tensor) -> Tensor:
