@@ -250,6 +250,7 @@ def test_an_inlined_norm_reads_a_row_for_its_squares_alone(name: str) -> None:
     assert "vector_norm" not in code
 
 
+@pytest.mark.usefixtures("nothing_inlined")
 def test_inline_of_one_op_leaves_the_others() -> None:
     recorder = Recorder()
     with gristmill.inline("rms_norm"):

@@ -303,3 +303,24 @@ def test_logits_that_are_made_twice_give_no_probability_above_one(size: float, d
     # Of a row its target, and as much as its probabilities add up to; these are rounded, too.
     assert dbias.abs().sum() <= 3 * 64
     assert dx.isfinite().all()
+
+
+@over_devices
+@pytest.mark.parametrize("size", [1e8, 1e20, 3e38])
+def test_logits_above_the_saved_largest_one_count_as_the_largest(size: float, device: str) -> None:
+    """By every variant: the difference is a rounding, which an exponential would multiply."""
+    v = torch.full((3, 64), size)
+    for row, steps in zip(v, (1, 2, 3), strict=True):
+        for column in range(0, 64, 7):
+            for _ in range(steps):
+                row[column] = torch.nextafter(row[column], torch.zeros(()))
+    v = v.to(device)
+    saved = v.amin(-1)  # as large as ten of a row, and one to three roundings below the others
+    stats = torch.stack((saved, torch.full_like(saved, 64.0)), -1)
+    target = torch.tensor([0, 1, 63], device=device)
+    dloss = torch.ones(3, device=device)
+    args = (dloss, None, v, target, stats, dloss[:0], *OPTIONS["plain"], "none", 0, 0)
+    expected = 1 / 64 - F.one_hot(target, 64).float()
+    for variant in supporting(OPS["cross_entropy_backward"], args):
+        found = run_by(OPS["cross_entropy_backward"], variant.name, args)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7, msg=variant.name)

@@ -110,17 +110,20 @@ WAYS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("way", list(WAYS))
 @pytest.mark.parametrize("layout", list(TOGETHER))
 def test_overlapping_is_refused_whatever_came_before(layout: str, way: str, device: str) -> None:
+    """Whichever of the two begins first in memory."""
     buffer = torch.randn(9, 96, device=device)
-    x, residual = TOGETHER[layout](buffer)
     kept = buffer.clone()
     with torch.no_grad():
-        for _ in range(2):
-            with pytest.raises(ArgumentError, match=r"^fused_add_rms_norm_: x is overwritten, so"):
-                WAYS[way](x, residual)
-            assert same_bits(buffer, kept)
-            # Tensors of the same layout with memory of their own: the plan of the next call.
-            own, others = (torch.randn(9, 96, device=device) for _ in range(2))
-            WAYS[way](TOGETHER[layout](own)[0], TOGETHER[layout](others)[1])
+        for first, second in ((0, 1), (1, 0)):
+            pair = TOGETHER[layout](buffer)
+            for _ in range(2):
+                message = r"^fused_add_rms_norm_: x is overwritten, so"
+                with pytest.raises(ArgumentError, match=message):
+                    WAYS[way](pair[first], pair[second])
+                assert same_bits(buffer, kept)
+                # Tensors of the same layout with memory of their own: the plan of the next call.
+                own, others = (torch.randn(9, 96, device=device) for _ in range(2))
+                WAYS[way](TOGETHER[layout](own)[first], TOGETHER[layout](others)[second])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -217,3 +220,13 @@ def test_meta_tensors_have_storages_for_addresses() -> None:
         for layout in APART:
             with torch.no_grad():
                 gristmill.fused_add_rms_norm_(*APART[layout](buffer))
+
+
+def test_addresses_of_meta_tensors_identify_nothing() -> None:
+    """Each storage begins at 0: that two of them do not overlap says nothing of one."""
+    x, residual = (torch.empty(4, 32, device="meta") for _ in range(2))
+    with torch.no_grad():
+        for _ in range(3):
+            gristmill.fused_add_rms_norm_(x, residual)
+        with pytest.raises(ArgumentError, match=r"x and residual must share no memory"):
+            gristmill.fused_add_rms_norm_(x, x.view(4, 32))

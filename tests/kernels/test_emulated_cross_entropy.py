@@ -353,6 +353,28 @@ def test_logits_of_any_size(host: EmulatedHost, case: Case) -> None:
             _compare(case, args, _outputs(case, args, run), faint=2.0**-124)
 
 
+ONE_PASS = [
+    replace(case, reduction="none", dtype=F32, return_lse=True)
+    for case in LAUNCHES
+    if case.op == "cross_entropy_one_pass"
+]
+
+
+@pytest.mark.parametrize("case", ONE_PASS, ids=str)
+def test_lse_of_ignored_rows_of_any_size(host: EmulatedHost, case: Case) -> None:
+    """Where it is asked for: loss and gradient of these rows are zero."""
+    generator = torch.Generator().manual_seed(6)
+    sizes = torch.tensor([1.0, 1e8, 1e34, 1e8, 1e34])[:, None]
+    logits = torch.randn(case.shape, generator=generator) * sizes
+    target = torch.tensor([-100, -100, -100, 4, -100])
+    args = _with(case, logits=logits, target=target)
+    outputs = _outputs(case, args, _launch(host, case, args))
+    _compare(case, args, outputs, faint=2.0**-124)
+    ignored = target == -100
+    assert not outputs[0][ignored].any()
+    assert not outputs[2][ignored].any()
+
+
 @over_launches
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_one_class_and_the_largest_gradient(

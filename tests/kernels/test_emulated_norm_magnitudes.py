@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import platform
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conformance_truth import results_of, truth_of
 from emulated_host import EmulatedHost
+from emulation import harness
 
 from gristmill.ops.op import Op
 from gristmill.ops.registry import OPS
@@ -111,6 +114,43 @@ def test_equal_values_give_the_bias(host: EmulatedHost, columns: int, size: floa
             assert torch.equal(outputs[2], dy.sum(0)), variant.name
             if columns == 1:
                 assert not outputs[0].any(), variant.name
+
+
+@pytest.mark.parametrize("name", ["cuda_warp", "cuda_block"])
+def test_the_center_of_the_largest_numbers(host: EmulatedHost, name: str) -> None:
+    """A sum of the first values of a warp's lanes would be infinite."""
+    size = torch.tensor([3.4e38, -3.4e38, torch.finfo().max])[:, None]
+    x, weight, bias = size.expand(3, 256).contiguous(), torch.rand(256) + 0.3, torch.rand(256)
+    args = (x, weight, bias, 1e-5, 0.0, None)
+    problem = OPS["layer_norm"].problem(*args, device=DEVICE)
+    variant = next(one for one in OPS["layer_norm"].variants if one.name == name)
+    config = RowConfig(64, items=2, lanes=32) if name == "cuda_warp" else RowConfig(64, items=1)
+    outputs = host.run(variant, problem, config, args).outputs
+    assert torch.equal(outputs, bias.expand_as(x))
+
+
+@pytest.fixture
+def contracting_host(pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> EmulatedHost:
+    """The emulation with multiplications and additions contracted to FMAs, as nvcc does."""
+    flags = [flag for flag in harness.FLAGS if not flag.startswith("-ffp-contract")]
+    flags += ["-ffp-contract=fast", "-fexpensive-optimizations"]  # g++ needs both
+    flags += ["-mfma"] if platform.machine() == "x86_64" else []
+    if "-mfma" in flags and "fma" not in Path("/proc/cpuinfo").read_text().split():
+        pytest.skip("needs a CPU with FMA instructions")
+    monkeypatch.setattr(harness, "FLAGS", tuple(flags))
+    return EmulatedHost(harness.emulator_for(pytestconfig), monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["cuda_warp", "cuda_block"])
+def test_the_gradient_of_one_column_is_zero(contracting_host: EmulatedHost, name: str) -> None:
+    """g - mean(g) leaves the rounding error of g = dy * weight where it becomes an FMA."""
+    torch.manual_seed(0)
+    dy, x, weight = torch.randn(64, 1), torch.randn(64, 1), torch.rand(1) + 0.3
+    args = (dy, x, weight, None, 1e-5, 0.0, True, F32)
+    problem = OPS["layer_norm_backward"].problem(*args, device=DEVICE)
+    variant = next(one for one in OPS["layer_norm_backward"].variants if one.name == name)
+    outputs = contracting_host.run(variant, problem, variant.config(problem), args).outputs
+    assert not outputs[0].any()
 
 
 def test_a_row_that_overflows_leaves_its_neighbours_alone(host: EmulatedHost) -> None:

@@ -28,10 +28,15 @@ def twice(x: torch.Tensor) -> torch.Tensor:
     return as_read(x) * 2
 
 
+def compiled(kernel: MultiKernel) -> Any:
+    torch._dynamo.reset()  # all kernels are one function to its limit of recompilations
+    return torch.compile(kernel, backend="aot_eager", fullgraph=True)
+
+
 WAYS: dict[str, Callable[[MultiKernel], Any]] = {
     "function": lambda one: one,
     "torch.ops": lambda one: one.op,
-    "graph": lambda one: torch.compile(one, backend="aot_eager", fullgraph=True),
+    "graph": compiled,
 }
 
 
@@ -51,6 +56,30 @@ def test_writes_go_through_a_negated_view(way: str) -> None:
         assert torch.equal(total.resolve_neg(), x + y)
         call(torch._neg_view(-x), total)
         assert torch.allclose(total.resolve_neg(), x + x + y)
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+def test_writes_go_through_negated_views_in_a_list(way: str) -> None:
+    """Of a list some tensors may be views, some not."""
+
+    def accumulate_all(x: torch.Tensor, ys: list[torch.Tensor]) -> None:
+        for y in ys:
+            accumulate(x, y)
+
+    one = MultiKernel(
+        "lazy_accumulate_all",
+        {"raw": accumulate_all},
+        schema="(Tensor x, Tensor(a!)[] ys) -> ()",
+        fake=lambda x, ys: None,
+    )
+    call = WAYS[way](one)
+    x, first, second = (torch.randn(8) for _ in range(3))
+    call(x, [first.clone(), second.clone()])  # there is a plan
+    for given in (x, torch._neg_view(-x)):
+        totals = [torch._neg_view(-first), second.clone()]
+        call(given, totals)
+        for total, start in zip(totals, (first, second), strict=True):
+            assert torch.equal(total.resolve_neg(), x + start)
 
 
 @pytest.mark.parametrize("way", list(WAYS))
