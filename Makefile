@@ -43,7 +43,7 @@ test-long: ## run the tests marked long
 
 test-gpu: ## run the tests that need a GPU, [GPU_WORKERS] at a time. LONG=1 adds the long ones
 	@python=$$(tools/environment test) && "$$python" tools/gpu_tests.py \
-	  $(if $(GPU_WORKERS),--workers $(GPU_WORKERS)) $(if $(LONG),--long)
+	  $(if $(GPU_WORKERS),--workers $(GPU_WORKERS)) $(if $(filter-out 0,$(LONG)),--long)
 
 test-browser: ## look at the report and the site in a headless Chromium, which is installed where it can be
 	@python=$$(tools/environment test) && tools/browser >/dev/null && \

@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import itertools
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -108,33 +109,110 @@ def tool() -> ModuleType:
     return module
 
 
+def option(command: list[str], name: str) -> str | None:
+    """What an option of pytest's is in the end: the last one counts."""
+    words = command[3:]  # after `python -m pytest`
+    return words[len(words) - words[::-1].index(name)] if name in words else None
+
+
 @pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize("workers", [1, 4])
 def test_each_test_runs_once(tool: ModuleType, workers: int, long: bool) -> None:
     """By the expressions given to -m, which are Python's; those for vLLM run elsewhere."""
     commands = tool.commands(workers, ["-x"], long=long)
-    assert all(command[-1] == "-x" for command in commands)
-    chosen = [command[command.index("-m", 3) + 1] for command in commands]
+    assert all("-x" in command for command in commands)
+    chosen = [option(command, "-m") for command in commands]
     for values in itertools.product((False, True), repeat=4):
         marks = dict(zip(("gpu", "alone", "long", "vllm"), values, strict=True))
         times = sum(bool(eval(one, {}, marks)) for one in chosen)
         wanted = marks["gpu"] and not marks["vllm"] and (long or not marks["long"])
         assert times == wanted, marks
-    together = [one for one, command in zip(chosen, commands, strict=True) if "-n" in command]
+    processes = [option(command, "-n") for command in commands]
+    assert processes == (["0"] if workers == 1 else [str(workers), "0"])
+    together = [one for one, many in zip(chosen, processes, strict=True) if many != "0"]
     assert all("not alone" in one for one in together)
-    assert len(together) == (workers > 1)
+
+
+@pytest.fixture
+def ran(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands that the tool runs."""
+    found: list[list[str]] = []
+    monkeypatch.setattr(tool.subprocess, "call", lambda command: found.append(command) or 0)
+    return found
 
 
 def test_without_xdist_one_process_runs_all(
-    tool: ModuleType, monkeypatch: pytest.MonkeyPatch
+    tool: ModuleType, ran: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ran: list[list[str]] = []
-    monkeypatch.setattr(tool.subprocess, "call", lambda command: ran.append(command) or 0)
     monkeypatch.setattr(tool.importlib.util, "find_spec", lambda name: None)
     assert tool.main(["--workers", "4", "-k", "softmax"]) == 0
     assert [command[1:] for command in ran] == [
         ["-m", "pytest", "-m", "gpu and not vllm and not long", "-k", "softmax"]
     ]
+
+
+@pytest.mark.parametrize("words", [["-n", "3"], ["-n3"], ["--numprocesses=3"], ["--workers", "3"]])
+def test_a_number_of_processes_is_for_the_first_call_alone(
+    tool: ModuleType, ran: list[list[str]], words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In workers of pytest-xdist the tests marked alone would be skipped."""
+    monkeypatch.setattr(tool.importlib.util, "find_spec", lambda name: object())
+    assert tool.main([*words, "-k", "softmax"]) == 0
+    assert [option(command, "-n") for command in ran] == ["3", "0"]
+    assert all(option(command, "-k") == "softmax" for command in ran)
+
+
+@pytest.mark.parametrize("words", [["-n", "auto"], ["-n", "logical"], []])
+def test_all_processors_but_one_by_default(
+    tool: ModuleType, ran: list[list[str]], words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tool.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(tool.os, "cpu_count", lambda: 9)
+    assert tool.main(words) == 0
+    assert [option(command, "-n") for command in ran] == ["8", "0"]
+
+
+@pytest.mark.parametrize("words", [["-m", "gpu and long"], ["-mlong"], ["tests", "-m", ""]])
+def test_marks_are_not_passed_on(
+    tool: ModuleType,
+    ran: list[list[str]],
+    words: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """They would replace those that each call selects."""
+    with pytest.raises(SystemExit) as stopped:
+        tool.main(words)
+    assert stopped.value.code == 2
+    assert "select tests with -k" in capsys.readouterr().err
+    assert ran == []
+
+
+def test_the_last_number_of_processes_counts(tmp_path: Path) -> None:
+    """Whatever PYTEST_ADDOPTS says, the second call is one process."""
+    pytest.importorskip("xdist")
+    others = {name: v for name, v in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    test = tmp_path / "test_one.py"
+    test.write_text("import os\ndef test_one(): assert 'PYTEST_XDIST_WORKER' not in os.environ\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(test), "-n", "0"],
+        env={**others, "PYTEST_ADDOPTS": "-n 2 --dist loadfile"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "1 passed" in done.stdout
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize(
+    ("words", "long"), [([], False), (["LONG=0"], False), (["LONG="], False), (["LONG=1"], True)]
+)
+def test_make_runs_the_long_ones_when_asked(words: list[str], long: bool) -> None:
+    command = ["make", "--dry-run", "--no-print-directory", "test-gpu", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "tools/gpu_tests.py" in done.stdout
+    assert ("--long" in done.stdout) == long
 
 
 @pytest.mark.parametrize(
