@@ -482,3 +482,18 @@ def test_the_truth_notices_a_small_error() -> None:
                 wrong = result.clone().view(-1)
                 wrong[wrong.abs().argmax()] *= 1 + 2.0**-5
                 assert truth.roundings(wrong.view(result.shape)) > 2.5, (op.name, position)
+
+
+@pytest.mark.parametrize("variant", ["chunked", "library", "reference"])
+def test_gradients_of_a_negative_view(variant: str) -> None:
+    """The dispatcher resolves it, and calls the backward op below autograd."""
+    op = OPS["linear_cross_entropy_backward"]
+    args = op.example((6, 64), torch.float32, "cpu")
+    if variant == "library" and library._TORCH is None:
+        pytest.skip("torch has no such function")
+    x, *rest = args
+    with gristmill.use(op.name, variant):
+        expected = op.run(x, *rest)
+        found = op.run(torch._neg_view(-x), *rest)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)

@@ -10,6 +10,7 @@ pass that needs their old values raises, as after torch's own in-place ops.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any, NoReturn
 
@@ -29,6 +30,14 @@ _BELOW: int = _below.raw_repr()
 # tensor or meta tensor. Compared as bits, because key sets take 0.4 us longer.
 _BACKENDS = frozenset(
     torch._C.DispatchKeySet(key).raw_repr() for key in (_DispatchKey.CPU, _DispatchKey.CUDA)
+)
+
+# The keys that `_AutoDispatchBelowAutograd` excludes, of the devices that ops run on.
+_RECORDING = (
+    _DispatchKey.AutogradFunctionality,
+    _DispatchKey.AutogradCPU,
+    _DispatchKey.AutogradCUDA,
+    _DispatchKey.ADInplaceOrView,
 )
 
 
@@ -77,6 +86,17 @@ def below_autograd(overload: Any, keys: Any, args: Arguments, kwargs: Mapping[st
     """Call the op below autograd, which records nothing inside of it."""
     with torch._C._AutoDispatchBelowAutograd():
         return overload.redispatch(keys & _below, *args, **kwargs)
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Record gradients, also within an op that the dispatcher has called below autograd."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in _RECORDING:
+        excluded = excluded.remove(key)
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+        yield
 
 
 def written_in(schema: Any) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from gristmill.ops.autograd import recording
 from gristmill.ops.linear_cross_entropy import chunks
 from gristmill.ops.linear_cross_entropy.chunked import reduced
 from gristmill.select.problem import Problem
@@ -144,7 +145,7 @@ def _backward(
     # Rows that take no part: a mean over none of them has an infinite gradient to hand out.
     ignored = target == ignore_index
     each = torch.where(ignored, 0.0, each)
-    with torch.enable_grad():
+    with recording():
         h, w = x.detach().requires_grad_(x_grad), weight.detach().requires_grad_(weight_grad)
         b = None if bias is None else bias.detach().requires_grad_(bias_grad)
         # torch multiplies what their logits give by 0, and makes NaN of a vocabulary that is masked
