@@ -249,6 +249,47 @@ def test_a_backward_pass_that_needs_overwritten_values_raises(
             run(w, x, y).backward()
 
 
+@pytest.mark.parametrize("called", ["object", "keyword", "op"])
+def test_a_schema_may_name_arguments_otherwise_than_the_functions(called: str) -> None:
+    one = MultiKernel(
+        "renamed",
+        {"a": lambda x, out: add_by_address(out, x)},
+        schema="(Tensor(a!) out, Tensor x) -> ()",
+        fake=lambda out, x: None,
+    )
+    for _ in range(2):
+        written, read = torch.ones(4), torch.ones(4)
+        if called == "keyword":
+            one(out=read, x=written)  # by the functions' names
+        else:
+            (one.op if called == "op" else one)(written, read)
+        assert (written._version > 0, read._version) == (True, 0)
+
+
+def test_versions_of_what_is_written_without_a_schema() -> None:
+    def collect(x: torch.Tensor, *more: torch.Tensor, out: Any) -> None: ...
+
+    x, more, out = (torch.ones(4) for _ in range(3))
+    MultiKernel("collects", {"a": collect}, mutates=[1])(x, more, out=out)
+    assert (x._version, more._version > 0, out._version) == (0, True, 0)
+    MultiKernel("collected", {"a": collect}, mutates=["out"])(x, more, out={"all": [out]})
+    assert (x._version, out._version > 0) == (0, True)
+    with pytest.raises(ArgumentError, match=r"names 'more', which collects any number of arg"):
+        MultiKernel("collecting", {"a": collect}, mutates=["more"])
+
+
+def test_a_function_may_differentiate_for_itself() -> None:
+    def slope(x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            return torch.autograd.grad(leaf.sin().sum(), leaf)[0]
+
+    one = MultiKernel("slope", {"a": slope}, schema="(Tensor x) -> Tensor", fake=like_first)
+    x = torch.rand(4)
+    for call in (one, one.op):
+        torch.testing.assert_close(call(x), x.cos())
+
+
 def test_versions_of_tensors_in_lists() -> None:
     one = made(BY_NAME["lists"], "versions", gradient=False)
     for call in (one, one.op):
@@ -328,11 +369,15 @@ def test_a_decomposed_program_is_not_compiled_with_gradients(backend: str) -> No
     module(x).backward()
     torch.testing.assert_close(module.weight.grad, torch.full((4,), 4.0))
     compiled = torch.compile(module, backend=backend)
-    with pytest.raises(WRAPPED, match=r"'decomposed_multiply': torch.compile loses its gradient"):
+    with pytest.raises(WRAPPED, match=r"'decomposed_multiply': in a decomposed exported pro"):
         compiled(x).backward()
     torch._dynamo.reset()
     with torch.no_grad():
         torch.testing.assert_close(compiled(x), module(x).detach())
+    again = torch.export.export(module, (x,)).module()
+    again.weight.grad = None
+    again(x).backward()
+    torch.testing.assert_close(again.weight.grad, torch.full((4,), 4.0))
     module = program.module()
     module.weight.grad = None
     torch.compile(module, backend=backend)(x).backward()
@@ -364,7 +409,7 @@ def test_defaults_that_torch_leaves_out() -> None:
         return torch.empty_like(x, dtype=dtype)
 
     one = MultiKernel(
-        "defaults",
+        "dtype_defaults",
         {"a": kernel},
         schema="(Tensor x, ScalarType dtype=double, *, int bits=3, ScalarType? other=half) "
         "-> Tensor",
@@ -378,6 +423,17 @@ def test_defaults_that_torch_leaves_out() -> None:
         assert run(x, torch.float64, bits=3, other=torch.float16).dtype == torch.float64
         assert run(x, torch.bfloat16, bits=4).dtype == torch.bfloat16
         assert seen == [expected, expected, (torch.bfloat16, 4, torch.float16)]
+
+
+@pytest.mark.parametrize("default", ["Layout a=strided", "MemoryFormat a=contiguous_format"])
+def test_defaults_that_torch_passes_as_numbers_are_rejected(default: str) -> None:
+    with pytest.raises(ArgumentError, match=r"'numbered': a must have no default, as torch would"):
+        MultiKernel(
+            "numbered",
+            {"a": lambda x, a: x},
+            schema=f"(Tensor x, {default}) -> Tensor",
+            fake=like_first,
+        )
 
 
 def test_lists_without_tensors() -> None:

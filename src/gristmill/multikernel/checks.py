@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import keyword
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -151,32 +151,53 @@ def checked_mutates(name: str, mutates: Any, signature: inspect.Signature | None
     known = [
         one.name for one in parameters if one.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)
     ]
-    is_open = signature is None or len(known) < len(parameters)
+    positional = _positional(signature)
+    collecting = [one.name for one in parameters if one.name not in known]  # *args, **kwargs
+    is_open = signature is None or bool(collecting)
     found = []
     for one in mutates:
         if isinstance(one, bool) or not isinstance(one, (str, int)):
             raise DtypeError(f"{where} must have names or positions of arguments, got {one!r}")
-        inside = one in known if isinstance(one, str) else 0 <= one < len(known)
+        if one in collecting:
+            raise ArgumentError(
+                f"{where} names {one!r}, which collects any number of arguments; give their "
+                f"positions or keywords"
+            )
+        inside = one in known if isinstance(one, str) else 0 <= one < len(positional)
         if not inside and not (is_open and (isinstance(one, str) or one >= 0)):
             raise ArgumentError(
                 f"{where} names {one!r}, which is no argument of the kernels; "
                 f"there are: {', '.join(known) or 'none'}"
             )
-        found.append(known[one] if isinstance(one, int) and inside else str(one))
+        found.append(positional[one] if isinstance(one, int) and inside else str(one))
     return found
 
 
-def positions_of(names: Iterable[str], signature: inspect.Signature | None) -> list[int]:
-    """Where arguments stand in a call, sys.maxsize for those that are passed by name alone."""
-    parameters = signature.parameters.values() if signature else ()
-    positional = [one.name for one in parameters if one.kind is not one.KEYWORD_ONLY]
-    found = []
+def places_of(
+    names: Iterable[str], schema: Sequence[str] | None, signature: inspect.Signature | None
+) -> tuple[list[int], list[str]]:
+    """Where arguments stand in a call, sys.maxsize for those that have no position, and the
+    keywords that they may be passed by.
+
+    `schema`: its positional arguments. The functions may have other names for them, which are the
+    keywords: the dispatcher passes these arguments by position.
+    """
+    own = _positional(signature)
+    known = own if schema is None else schema
+    positions, keywords = [], []
     for name in names:
-        if name in positional:
-            found.append(positional.index(name))
-        else:
-            found.append(int(name) if name.isdecimal() else sys.maxsize)
-    return found
+        at = known.index(name) if name in known else sys.maxsize
+        if schema is None and name.isdecimal():
+            at = int(name)
+        positions.append(at)
+        keywords.append(own[at] if at < len(own) else name)
+    return positions, keywords
+
+
+def _positional(signature: inspect.Signature | None) -> list[str]:
+    parameters = signature.parameters.values() if signature else ()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [one.name for one in parameters if one.kind in kinds]
 
 
 def checked_size(name: str, found: Any) -> tuple[int, tuple[Any, ...] | None]:

@@ -82,8 +82,8 @@ class Differentiable:
         values = [*args, *(named[name] for name in self._keywords)]
         if self._written and _is_in_decomposed_program(values):
             raise NoGradientError(
-                f"{self._where}: torch.compile loses its gradient in a program that was exported "
-                f"and decomposed; compile the program before run_decompositions()"
+                f"{self._where}: in a decomposed exported program torch.compile loses its "
+                f"gradient; compile the program before run_decompositions(), or use torch.no_grad()"
             )
         self._check_written(values)
         old = list(values)
@@ -244,11 +244,14 @@ def _restored(flat: Sequence[Any], lengths: Lengths) -> list[Any]:
 def _is_in_decomposed_program(values: Sequence[Any]) -> bool:
     """Whether a compiler traces this call as part of `auto_functionalized`.
 
-    `run_decompositions` puts that in the place of ops that write. torch passes autograd by for it,
-    so the gradient would silently be lost. Run without a compiler it calls the op, and is right.
+    `run_decompositions` replaces ops that write by it. Compilers skip autograd for it, so the
+    gradient would silently be lost. Without a compiler, and where it is exported again, it calls
+    the op with the right gradient.
     """
     from torch._subclasses.fake_tensor import FakeTensor
 
+    if torch.compiler.is_exporting():
+        return False
     if not any(isinstance(one, FakeTensor) for value in values for one in tensors_in(value)):
         return False
     frame: FrameType | None = sys._getframe()

@@ -114,18 +114,20 @@ class MultiKernel:
         self.fake = fake
         self.gradient: Gradient | None = None
         self.op: Any = None
+        positional: list[str] | None = None  # of the schema
         if schema is not None:
             given = None if mutates is None else self.mutates
             parsed = registered.checked_schema(name, schema, fake, given, self.kernels)
             self.mutates = tuple(registered.written_by(parsed))
+            positional = [one.name for one in parsed.arguments if not one.kwarg_only]
             self.op = registered.define(name, parsed)
         elif fake is not None:
             raise ArgumentError(f"MultiKernel {name!r}: fake is given without schema; give both")
         # A kernel that is launched by address does not increment versions itself.
         self._increment = None
         if self.mutates:
-            written = checks.positions_of(self.mutates, self.signature)
-            self._increment = version_incrementer(written, self.mutates)
+            places = checks.places_of(self.mutates, positional, self.signature)
+            self._increment = version_incrementer(*places)
         self._plans: dict[Hashable, Function] = {}
         # The route of the last call with so many positional arguments and these keywords.
         self._routes: dict[Hashable, Route] = {}
@@ -223,9 +225,9 @@ class MultiKernel:
 
         Args:
             backward: ``backward(ctx, *gradients)`` takes a gradient for each result and each new
-                value. It returns a gradient or None for each argument: of its old value, if it is
-                written. Those of keyword-only arguments come last, and may be omitted if none of
-                these is a tensor. The gradient of a list of tensors is a list.
+                value. It returns a gradient or None for each argument; for a written argument, the
+                gradient of its old value. Those of keyword-only arguments come last, and may be
+                omitted if none of these is a tensor. The gradient of a list of tensors is a list.
             setup_context: ``setup_context(ctx, inputs, output)`` saves what ``backward`` needs.
                 ``inputs`` are the positional arguments, with their old values. ``output`` is what
                 the op returns or, if the schema writes, a tuple of the results and the new values.
@@ -283,8 +285,8 @@ class MultiKernel:
         return call(self, args, kwargs)
 
     def _is_op(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether the torch op must run: a mode is active, a tensor is not plain or lazy, or an
-        argument requires a gradient that was registered.
+        """Whether the torch op must run: a mode is active, a tensor is lazy or of a subclass, or
+        an argument requires a gradient that was registered.
 
         One loop over the tensors, because every eager call pays for it.
         """

@@ -70,6 +70,14 @@ def checked_schema(
             f"does not support custom operators that return an argument; remove the result, as the "
             f"caller has the argument"
         )
+    for one in parsed.arguments:
+        if isinstance(one.default_value, int) and any(
+            kind in str(one.real_type) for kind in ("Layout", "MemoryFormat")
+        ):
+            raise ArgumentError(
+                f"{where}: {one.name} must have no default, as torch would pass a number in its "
+                f"place, got schema {schema!r}"
+            )
     written = written_by(parsed)
     if mutates is not None and sorted(mutates) != sorted(written):
         raise ArgumentError(

@@ -54,7 +54,7 @@ def define_autograd(
     calls run `implementation`, the kernel for real tensors: directly if no other key is left, since
     a second pass through the dispatcher costs a microsecond. `implementation` rejects dual numbers
     itself; those of torch.func are unwrapped before it is reached. It also gives written tensors
-    their new version, as it is called past the dispatcher as well.
+    their new version, because eager calls bypass the dispatcher.
     """
     written = written_in(overload._schema)
     increment: Callable[..., Any] = _nothing
@@ -69,9 +69,13 @@ def define_autograd(
         if keys.raw_repr() & _BELOW in _BACKENDS:
             if not torch.is_grad_enabled():
                 return implementation(*args, **kwargs)
-            # What the kernel itself refers to, such as a parameter, gives the result no history.
-            with torch._C._AutoDispatchBelowAutograd():
+            # What the kernel itself refers to, such as a parameter, gives the result no history; it
+            # may record gradients for itself. A `torch.no_grad()` costs 1 us more.
+            torch._C._set_grad_enabled(False)
+            try:
                 return implementation(*args, **kwargs)
+            finally:
+                torch._C._set_grad_enabled(True)
         refuse_tangents((*args, *kwargs.values()))
         increment(args, kwargs)
         return below_autograd(overload, keys, args, kwargs)
@@ -112,36 +116,38 @@ increment_versions: Callable[[Sequence[torch.Tensor]], None] = torch._C._increme
 def version_incrementer(
     written: Sequence[int], names: Sequence[str]
 ) -> Callable[[Arguments, Mapping[str, Any]], None]:
-    """A function of a call's arguments, to be called before it writes to them.
+    """A function of a call's arguments, to be called before it writes to some of them.
 
-    Those that it writes to stand at the positions `written`, and have `names`.
+    `written`: the positions of these; `names`: the keywords that they may be passed by.
     """
     highest = max(written)
-    # Of one position, too, it gives a tuple.
+    # A slice, so that one position gives a tuple as well.
     pick = itemgetter(*written) if len(written) > 1 else itemgetter(slice(highest, highest + 1))
 
     def increment(args: Arguments, kwargs: Mapping[str, Any]) -> None:
         if len(args) > highest:
             try:
                 increment_versions(pick(args))
-            except (RuntimeError, TypeError):  # lists, or not given
+            except (RuntimeError, TypeError):  # not given, or a collection of tensors
                 increment_each(args, kwargs)
         else:
             increment_each(args, kwargs)
 
     def increment_each(args: Arguments, kwargs: Mapping[str, Any]) -> None:
-        both = zip(written, names, strict=True)
-        values = [args[at] if at < len(args) else kwargs.get(name) for at, name in both]
+        values = [args[at] for at in written if at < len(args)]
+        values += [kwargs[name] for name in names if name in kwargs]
         increment_versions([one for value in values for one in tensors_in(value)])
 
     return increment
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """A tensor, or those in a list."""
-    for one in value if isinstance(value, (list, tuple)) else (value,):
-        if isinstance(one, torch.Tensor):
-            yield one
+    """A tensor, or those in lists, tuples and dicts."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(one)
 
 
 class Refusal:
