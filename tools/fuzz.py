@@ -265,7 +265,7 @@ class Worker:
         self.lines.put(None)
 
     def ask(self, item: dict[str, Any], take: Any) -> bool:
-        """Whether all of a chunk was answered; if not, `reason` says why: nothing at the limit."""
+        """Whether all of a chunk was answered; if not, `reason` says why, but for the time."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(item) + "\n")

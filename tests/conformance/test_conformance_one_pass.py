@@ -70,14 +70,14 @@ def test_in_place_the_gradient_is_where_the_logits_were(device: str) -> None:
     x, weight, target = inputs(device)
     logits = x @ weight.t()
     before, place = logits.detach().clone(), logits.data_ptr()
-    seen = []
-    logits.register_hook(lambda grad: seen.append(grad))
     loss = gristmill.cross_entropy(logits, target, one_pass=True, inplace=True)
     _, _, gradient = OPS["cross_entropy_one_pass"].run(
         before, target, None, -100, 0.0, 0.0, None, "mean", False
     )
     assert logits.data_ptr() == place
     assert same_bits(logits.detach(), gradient)
+    seen = []
+    logits.register_hook(lambda grad: seen.append(grad))
     loss.backward()
     # A unit gradient of the loss is not multiplied, and nothing is copied.
     assert seen[0].data_ptr() == place

@@ -1,10 +1,10 @@
-"""Whether tensors overlap in memory: exact for strided tensors, within a number of steps.
+"""Whether tensors overlap in memory: exact for strided tensors, up to a limit on steps.
 
 Two elements share memory if a bounded sum of strides equals the distance between the tensors.
 Contiguous dims are merged first, which leaves one or two dims of a usual layout, and the sum over
 the last two is solved by a congruence. Interleaved slices of one buffer do not overlap, although
-their address ranges do. A layout that takes more steps, such as one with five dims of unrelated
-strides, counts as overlapping.
+their address ranges do. A layout that takes more steps counts as overlapping, which happens for
+some with five or more dims of unrelated strides.
 """
 
 from __future__ import annotations

@@ -11,12 +11,7 @@ from typing import Any
 
 import torch
 
-from gristmill.errors import (
-    ArgumentError,
-    DoubleBackwardError,
-    GradientConsumed,
-    NoGradientError,
-)
+from gristmill.errors import ArgumentError, DoubleBackwardError, GradientConsumed
 from gristmill.ops.direct import PLAIN, is_transformed
 from gristmill.ops.op import Op
 
@@ -80,34 +75,21 @@ def function_of(functional: Op, in_place: Op, scale: Op) -> Any:
 
     class OnePass(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, inplace: bool, *args: Any) -> tuple[torch.Tensor, ...]:
+        def forward(ctx: Any, inplace: bool, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
             refuse_weight_gradient(ctx.needs_input_grad[3])
-            logits = args[0]
-            overwritten: tuple[torch.Tensor, ...] = ()
             if inplace:
                 loss, lse = in_place.run(*args)
-                gradient = logits.detach()
-                # As a result they lead uses after this call to `backward`. torch has no such
-                # results that are views, and would take their gradient from who retains it.
-                if not (logits._is_view() or logits.retains_grad):
-                    ctx.mark_dirty(logits)
-                    overwritten = (logits,)
+                gradient = args[0].detach()
             else:
                 loss, lse, gradient = functional.run(*args)
             ctx.consumed = False
             ctx.arguments = len(args)
             ctx.save_for_backward(gradient)
             ctx.mark_non_differentiable(lse)
-            ctx.set_materialize_grads(False)
-            return loss, lse, *overwritten
+            return loss, lse
 
         @staticmethod
-        def backward(ctx: Any, dloss: torch.Tensor, dlse: Any, *used: Any) -> tuple[Any, ...]:
-            if any(one is not None for one in used):
-                raise NoGradientError(
-                    "cross_entropy: inplace has overwritten the logits with their gradient, and "
-                    "they were used after that; use inplace=False"
-                )
+        def backward(ctx: Any, dloss: torch.Tensor, dlse: Any) -> tuple[Any, ...]:
             if ctx.consumed:
                 raise GradientConsumed(
                     "cross_entropy: one_pass hands out the gradient it made in the forward pass, "

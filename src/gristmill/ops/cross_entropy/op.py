@@ -124,8 +124,8 @@ def _one_pass(
             return loss, lse
         if inplace:
             one_pass.check_in_place(logits)
-        loss, lse, *_ = _ONE_PASS.apply(inplace, *args)
-        return loss, lse
+        pair: tuple[torch.Tensor, torch.Tensor] = _ONE_PASS.apply(inplace, *args)
+        return pair
     if not torch.compiler.is_compiling():
         CROSS_ENTROPY.check(*args)
     if any_dtensor(logits, target, weight):

@@ -114,7 +114,7 @@ class Fp8Norm:
             example=self.example,
             variants=(*variants, Reference(self.reference, self.outputs, by_row)),
             defaults=self.join((*required, *self._norm.defaults), None, False)[self._rows :],
-            instead=f"gristmill.{self.name.removesuffix('_fp8')}, and quantise its result",
+            instead=f"gristmill.{self.name.removesuffix('_fp8')} and quantise its result",
             adapt=self.adapt,
             **others,
         )
