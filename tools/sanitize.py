@@ -8,9 +8,10 @@
 The first command compiles all kernels in worker processes, then runs them under memcheck,
 racecheck, initcheck and synccheck, in several processes at a time, each with some of the runs
 (tools/sanitize_runs.py). It ends with how often each kernel was launched and a line for each tool,
-and exits with 1 on any finding in a kernel of ours, any wrong result, a kernel that was never
-launched, or a tool that does not find the fault of a kernel made for it (sanitize_canary.cu). Words
-narrow it down to ops and variants of these names; with --all also what shows nothing new is run.
+and exits with 1 on any finding in a kernel of ours that sanitize_accepted.py does not list with its
+reason, any wrong result, a kernel that was never launched, or a tool that does not find the fault
+of a kernel made for it (sanitize_canary.cu). Words narrow it down to ops and variants of these
+names; with --all also what shows nothing new is run.
 --list says what would run, and needs no GPU. Without --tool everything runs right here, and only
 results are checked.
 
@@ -34,7 +35,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,7 +50,7 @@ from sanitize_blind import (
     UNSEEN,
     misjudged,
     products_for,
-    sources_for,
+    rings_for,
     unseen,
 )
 from sanitize_report import STARTED, TOOLS, WALKED, Outcome
@@ -73,7 +74,8 @@ def main(words: Sequence[str]) -> int:
     """Does what the words of a command line say."""
     options = parser().parse_args(words)
     if options.walk is not None:
-        return walk(chosen(json.loads(options.walk.read_text()), device_here()), options.tool)
+        some = chosen(json.loads(options.walk.read_text()), device_here())
+        return walk(some, options.tool, every_lane=options.every_lane)
     if options.canary is not None:
         return canary(options.canary)
     device = device_here() if torch.cuda.is_available() else KNOWN[options.arch]
@@ -113,6 +115,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--sanitizer", help="compute-sanitizer, if it is not on the path")
     made.add_argument("--options", default="", help="more options for it")
     made.add_argument("--walk", type=Path, help=argparse.SUPPRESS)
+    made.add_argument("--every-lane", action="store_true", help=argparse.SUPPRESS)
     made.add_argument("--canary", choices=TOOLS, help=argparse.SUPPRESS)
     return made
 
@@ -159,15 +162,15 @@ def chosen(names: Iterable[str], device: Device) -> list[Run]:
     return [found[name] for name in wanted]
 
 
-def walk(some: list[Run], tool: str | None = None) -> int:
+def walk(some: list[Run], tool: str | None = None, *, every_lane: bool = False) -> int:
     """Starts one after another, and says in the end what was launched and what was wrong.
 
-    `tool` is the one that looks on.
+    `tool` is the one that looks on, `every_lane` as in sanitize_blind.py.
     """
     torch.set_num_threads(1)  # there are other processes
     launched: Counter[str] = Counter()
     wrong: list[str] = []
-    with counted(launched), products_for(tool), sources_for(tool):
+    with counted(launched), products_for(tool), rings_for(tool, every_lane=every_lane):
         for run in some:
             sys.stdout.write(f"{STARTED}{run.name} {run.words}\n")
             sys.stdout.flush()
@@ -292,7 +295,13 @@ class Driver:
         )
 
     def run(
-        self, tool: str, name: str, words: Sequence[str], limit: float | None = None
+        self,
+        tool: str,
+        name: str,
+        words: Sequence[str],
+        limit: float | None = None,
+        *,
+        accepting: bool = True,
     ) -> Outcome:
         begin = time.monotonic()
         command = [
@@ -311,7 +320,8 @@ class Driver:
         if self.options.logs is not None:
             self.options.logs.mkdir(parents=True, exist_ok=True)
             (self.options.logs / f"{tool}-{name}.txt").write_text(text)
-        found = report.read(tool, text, code, self.cuda | self.triton | FAULTY)
+        ours = self.cuda | self.triton | FAULTY
+        found = report.read(tool, text, code, ours, accepting=accepting)
         if found.broken:
             found.broken.append("\n".join(["its last lines:", *text.splitlines()[-15:]]))
         found.seconds = time.monotonic() - begin
@@ -327,8 +337,36 @@ class Driver:
         return outcome
 
 
+def ringed(some: Iterable[Run]) -> list[Run]:
+    """The runs that launch kernels with rings."""
+    return [run for run in some if any(program.source in RINGS for program in run.programs)]
+
+
+def started(
+    driver: Driver,
+    pool: ThreadPoolExecutor,
+    folder: Path,
+    tool: str,
+    some: Sequence[Run],
+    *,
+    every_lane: bool = False,
+) -> list[Future[Outcome]]:
+    """Processes under `tool` that together do `some`; with `every_lane` they accept nothing."""
+    waiting = []
+    for number, names in enumerate(shards(some, driver.options.jobs, tool)):
+        name = f"{number}-every-lane" if every_lane else f"{number}"
+        path = folder / f"{tool}-{name}.json"
+        path.write_text(json.dumps(names))
+        words = ["--tool", tool, "--walk", str(path), *["--every-lane"] * every_lane]
+        waiting.append(pool.submit(driver.run, tool, name, words, accepting=not every_lane))
+    return waiting
+
+
 def sanitized(driver: Driver, tools: Sequence[str], some: list[Run], kernels: set[str]) -> int:
-    """Runs `some` under each tool; what of `kernels` is never launched is a finding, too."""
+    """Runs `some` under each tool; what of `kernels` is never launched is a finding, too.
+
+    racecheck then looks at kernels with rings once more, with an arrival of every lane.
+    """
     if driver.sanitizer is None:
         sys.stderr.write("sanitize: there is no compute-sanitizer; --sanitizer says where it is\n")
         return 2
@@ -341,15 +379,14 @@ def sanitized(driver: Driver, tools: Sequence[str], some: list[Run], kernels: se
             begin = time.monotonic()
             seen = [run for run in some if not reached([run]) & unseen(tool)]
             waiting = [pool.submit(driver.blind, tool)]
-            for number, names in enumerate(shards(seen, driver.options.jobs, tool)):
-                path = Path(folder, f"{tool}-{number}.json")
-                path.write_text(json.dumps(names))
-                words = ["--tool", tool, "--walk", str(path)]
-                waiting.append(pool.submit(driver.run, tool, f"{number}", words))
+            waiting += started(driver, pool, Path(folder), tool, seen)
             total = report.together(tool, (one.result() for one in waiting))
-            total.seconds = time.monotonic() - begin
             for name in report.never(total, kernels - unseen(tool)):
                 total.broken.append(f"{name} was never launched")
+            if tool == "racecheck":
+                lanes = started(driver, pool, Path(folder), tool, ringed(seen), every_lane=True)
+                total = report.together(tool, [total, *(one.result() for one in lanes)])
+            total.seconds = time.monotonic() - begin
             for line in report.details(total):
                 sys.stdout.write(f"{line}\n")
             sys.stdout.flush()

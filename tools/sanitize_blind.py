@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from gristmill.jit import program
+from gristmill.jit import Program, program
 
 # Kernels that a tool can say nothing about, and why. They are not run under it.
 UNSEEN = {
@@ -22,15 +22,18 @@ UNSEEN = {
 # racecheck fails with an internal error at kernels of cuBLAS, also where it is not to look at them,
 # and initcheck takes what they write by TMA for memory that nobody has written.
 WITHOUT_CUBLAS = ("racecheck", "initcheck")
-# racecheck orders what a thread has read before what comes after a barrier only if that thread
-# itself arrives there, not if another lane of its warp does for all: it reports 31 lanes of each
-# warp that gives a slot of a ring back, and never the one that arrives. Under it all lanes arrive,
-# which changes nothing else.
+# Sources whose warps take slots out of a ring and give each back by one lane. racecheck orders what
+# a thread has read before what comes after a barrier only if that thread itself arrives there, so
+# it reports the other 31 lanes of each warp (sanitize_accepted.py says why these are in order).
+# Their programs have line numbers under racecheck, which change no instruction: what is accepted is
+# told by its lines.
+RINGS = ("nvfp4_wgmma.cu", "nvfp4_moe.cu")
+LINES = "--generate-line-info"
+# The same rings with an arrival of every lane, which changes nothing else: nothing is accepted.
 EVERY_LANE = (
     ("barrier_init(empty + i, CONSUMERS / 32);", "barrier_init(empty + i, CONSUMERS);"),
     ("if (lane == 0) barrier_arrive(empty + last);", "barrier_arrive(empty + last);"),
 )
-RINGS = ("nvfp4_wgmma.cu", "nvfp4_moe.cu")
 # The kernels of sanitize_canary.cu by tool: whether it has to report them. None: it may.
 CANARIES: dict[str, dict[str, bool | None]] = {
     "memcheck": {"canary_memcheck": True},
@@ -75,33 +78,43 @@ def products_for(tool: str | None) -> Iterator[None]:
 
 
 @contextmanager
-def sources_for(tool: str | None) -> Iterator[None]:
-    """Under racecheck some kernels are compiled from a text that it understands."""
+def rings_for(tool: str | None, *, every_lane: bool = False) -> Iterator[None]:
+    """Under racecheck the programs of rings have line numbers, or arrivals of every lane."""
     if tool != "racecheck":
         yield
         return
-    texts = program._texts
+    options, digest, texts = Program.compiler_options, program._digest, program._texts
+
+    def lined(self: Program, arch: str) -> tuple[str, ...]:
+        return (*options(self, arch), *(LINES,) * (self.source in RINGS))
+
+    def told_apart(one: Program) -> str:
+        return f"{digest(one)} {LINES}" if one.source in RINGS else digest(one)
 
     def replaced(root: Path | None, source: str) -> Mapping[str, str]:
         found = dict(texts(root, source))
-        if source in RINGS:
+        if every_lane and source in RINGS:
             for old, new in EVERY_LANE:
                 if found[source].count(old) != 1:
                     raise RuntimeError(f"{source} does not have once: {old}")
                 found[source] = found[source].replace(old, new)
         return found
 
-    with mock.patch.object(program, "_texts", replaced):
-        _forget()
+    with (
+        mock.patch.object(Program, "compiler_options", lined),
+        mock.patch.object(program, "_digest", told_apart),
+        mock.patch.object(program, "_texts", replaced),
+    ):
+        _forget(digest)
         try:
             yield
         finally:
-            _forget()
+            _forget(digest)
 
 
-def _forget() -> None:
+def _forget(digest: Any) -> None:
     """What was derived from texts, and is remembered by the names of their files."""
-    for remembered in (program._source_digest, program._digest, program._key):
+    for remembered in (program._source_digest, digest, program._key):
         remembered.cache_clear()
 
 

@@ -9,6 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import sanitize_accepted
+from sanitize_accepted import Access
+
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 FOUND = 9  # what compute-sanitizer exits with where it has found something
 STARTED, WALKED = "sanitize: run ", "sanitize: walked "
@@ -21,10 +24,14 @@ _RACES = re.compile(r"^=+ RACECHECK SUMMARY: (\d+) hazard", re.MULTILINE)
 _PLACE = re.compile(
     r"\bat (?:0x[0-9a-f]+ in )?(?:\S+:\d+:)?(?:void )?([A-Za-z_][\w:]*)(?=[<(+]|\s*$)"
 )
+# `Race reported between Write access at f+0x90 in /a/b.cuh:7`, `and Read access at f+0xb0 in b.cu:9
+# [31 hazards]`, `Write access at 0x90 in b.cu:7:f(Params)`.
+_ACCESS = re.compile(r"\b(\w+) access at \S.*?(?= and \w+ access at |$)")
+_LINE = re.compile(r" in (?:\S*/)?([^\s/:]+):(\d+)(?=[:\s\[]|$)")
 _NO_REPORT = re.compile(
     r"COMPUTE-SANITIZER|ERROR SUMMARY|RACECHECK SUMMARY|LEAK SUMMARY|Target application|"
     r"Process terminated|Error: process|No attachable|\(Identical error|Warning: .* not supported|"
-    r"error buffer overflow|Error buffer overflow"
+    r"error buffer overflow|Error buffer overflow|Maximum number of hazards reached"
 )
 
 
@@ -52,11 +59,15 @@ def arguments(
 
 @dataclass(frozen=True)
 class Finding:
-    """A report: its first line, the kernel (None if it is not said) and the run that it came in."""
+    """A report: its first line, the kernel (None if it is not said), the run that it came in.
+
+    `accesses`: those that are said to race.
+    """
 
     title: str
     kernel: str | None
     run: str
+    accesses: tuple[Access, ...] = ()
 
 
 @dataclass
@@ -69,6 +80,7 @@ class Outcome:
     wrong: list[str] = field(default_factory=list)
     errors: list[Finding] = field(default_factory=list)
     others: list[Finding] = field(default_factory=list)  # in kernels that are not ours
+    accepted: list[Finding] = field(default_factory=list)  # as sanitize_accepted.py has it
     broken: list[str] = field(default_factory=list)  # why nothing, or not everything, is known
     seconds: float = 0.0
 
@@ -77,13 +89,22 @@ class Outcome:
         return not (self.wrong or self.errors or self.broken)
 
 
-def read(tool: str, text: str, code: int | None, ours: Iterable[str]) -> Outcome:
-    """From the output of a process and its exit code; None: it was ended for taking too long."""
+def read(
+    tool: str, text: str, code: int | None, ours: Iterable[str], *, accepting: bool = True
+) -> Outcome:
+    """From the output of a process and its exit code; None: it was ended for taking too long.
+
+    `accepting`: reports that are accepted are no errors.
+    """
     outcome, known = Outcome(tool), set(ours)
     reports = list(findings(text))
     for one in reports:
-        foreign = one.kernel is not None and one.kernel not in known
-        (outcome.others if foreign else outcome.errors).append(one)
+        if one.kernel is not None and one.kernel not in known:
+            outcome.others.append(one)
+        elif accepting and sanitize_accepted.reason(tool, one.kernel, one.accesses):
+            outcome.accepted.append(one)
+        else:
+            outcome.errors.append(one)
     counts = (_RACES if tool == "racecheck" else _SUMMARY).findall(text)
     if not counts:
         outcome.broken.append("compute-sanitizer gave no summary")
@@ -91,7 +112,7 @@ def read(tool: str, text: str, code: int | None, ours: Iterable[str]) -> Outcome
         outcome.broken.append(
             f"compute-sanitizer counts {sum(map(int, counts))} errors and shows {len(reports)}"
         )
-    if "rror buffer overflow" in text:
+    if "rror buffer overflow" in text or "Maximum number of hazards reached" in text:
         outcome.broken.append("compute-sanitizer had more to report than it could hold")
     walked = _walked(text)
     if walked is None:
@@ -119,7 +140,7 @@ def findings(text: str) -> Iterator[Finding]:
         is_title = rest.startswith(" ") and not rest.startswith("  ") and rest.strip() != ""
         if is_title or not rest.strip():
             if report:
-                yield Finding(report[0], _kernel(report), report_run)
+                yield Finding(report[0], _kernel(report), report_run, tuple(_accesses(report)))
             report = []
         if is_title and not _NO_REPORT.search(rest):
             report, report_run = [rest.strip()], run
@@ -134,6 +155,13 @@ def _kernel(report: list[str]) -> str | None:
     return None
 
 
+def _accesses(report: list[str]) -> Iterator[Access]:
+    for line in report:
+        for found in _ACCESS.finditer(line):
+            place = _LINE.search(found[0])
+            yield Access(found[1], place[1], int(place[2])) if place else Access(found[1], "", 0)
+
+
 def _walked(text: str) -> dict[str, Any] | None:
     lines = [line for line in text.splitlines() if line.startswith(WALKED)]
     return json.loads(lines[-1].removeprefix(WALKED)) if lines else None
@@ -145,7 +173,7 @@ def together(tool: str, outcomes: Iterable[Outcome]) -> Outcome:
     for one in outcomes:
         total.runs += one.runs
         total.launched += one.launched
-        for name in ("wrong", "errors", "others", "broken"):
+        for name in ("wrong", "errors", "others", "accepted", "broken"):
             getattr(total, name).extend(getattr(one, name))
     return total
 
@@ -162,6 +190,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
         lines.append(
             f"{one.tool:<10} {one.runs:>6} {one.launched.total():>9} {len(one.errors):>7} "
             f"{len(one.wrong):>6} {one.seconds:>8.0f}"
+            + (f"  {len(one.accepted)} accepted" if one.accepted else "")
             + (f"  {len(one.others)} in kernels of others" if one.others else "")
             + ("" if not one.broken else "  incomplete")
         )
@@ -183,6 +212,8 @@ def details(outcome: Outcome) -> Iterator[str]:
         kinds.setdefault((one.kernel or "no kernel is named", one.title), []).append(one)
     for (kernel, title), some in kinds.items():
         yield f"{outcome.tool}: {kernel}: {title} ({len(some)}, first in {some[0].run})"
+    for name, count in Counter(one.kernel for one in outcome.accepted).items():
+        yield f"{outcome.tool}: accepted: {count} in {name} (sanitize_accepted.py says why)"
     for name, count in Counter(one.kernel for one in outcome.others).items():
         yield f"{outcome.tool}: not ours: {count} in {name}"
     for text in (*outcome.wrong, *outcome.broken):

@@ -88,6 +88,93 @@ def test_races_are_read(tool: SimpleNamespace) -> None:
     assert found.broken == []
 
 
+# ---- which reports are accepted ----
+
+COPY, ARRIVE = "cp.async.bulk.shared::cluster.global", "mbarrier.arrive.expect_tx"
+CODES, STORE = "decode_row<T>(upper,", "operands[0][2 * half] ="
+
+
+def _at(tool: SimpleNamespace, file: str, text: str, kernel: str = "nvfp4_moe") -> str:
+    """A place of a report: the last line of the statement with `text`."""
+    lines = (tool.accepted.SOURCES / file).read_text().splitlines()
+    (number,) = (i for i, line in enumerate(lines, 1) if text in line)
+    while text in tool.accepted.statement_at(file, number + 1):
+        number += 1
+    return f"void {kernel}<__nv_bfloat16, (int)2, (int)8>(MoeParams)+0x430 in /a/b/{file}:{number}"
+
+
+def _race(*accesses: str) -> str:
+    lines = [f"========= Error: Race reported between {accesses[0]}"]
+    return "\n".join([*lines, *(f"=========     and {one} [31 hazards]" for one in accesses[1:])])
+
+
+def _judged(tool: SimpleNamespace, text: str, name: str = "racecheck", **options: bool) -> Any:
+    ended = _ended(tool, f"{text}\n=========\n", "RACECHECK SUMMARY: 1 hazard displayed")
+    ended += "========= ERROR SUMMARY: 1 error\n"
+    return tool.report.read(name, ended, 9, {"nvfp4_moe", "norm_forward"}, **options)
+
+
+def test_the_known_reports_about_rings_are_accepted(tool: SimpleNamespace) -> None:
+    write = f"Write access at {_at(tool, 'machine.cuh', COPY)}"
+    read = f"Read access at {_at(tool, 'nvfp4.cuh', CODES)}"
+    for accesses in ((write, read), (read, write), (write, read, read)):
+        found = _judged(tool, _race(*accesses))
+        assert found.clean
+        assert len(found.accepted) == 1
+        (line,) = tool.report.details(found)
+        assert "accepted: 1 in nvfp4_moe" in line
+        assert "1 accepted" in tool.report.table([found])
+    older = read.replace("void nvfp4_moe<__nv_bfloat16, (int)2, (int)8>(MoeParams)+0x430", "0x430")
+    older += ":void nvfp4_moe<__nv_bfloat16>(MoeParams)"
+    assert _judged(tool, _race(write, older)).accepted
+
+
+def test_every_other_report_about_rings_is_an_error(tool: SimpleNamespace) -> None:
+    copy = _at(tool, "machine.cuh", COPY)
+    write, codes = f"Write access at {copy}", _at(tool, "nvfp4.cuh", CODES)
+    read = f"Read access at {codes}"
+    others = {
+        "two copies": (write, write),
+        "two reads": (read, read),
+        "a write of what is read": (write, f"Write access at {codes}"),
+        "a read of what is written": (f"Read access at {copy}", read),
+        "another read": (write, f"Read access at {_at(tool, 'nvfp4.cuh', STORE)}"),
+        "one known read and another": (
+            *(write, read),
+            f"Read access at {_at(tool, 'nvfp4.cuh', STORE)}",
+        ),
+        "another write": (f"Write access at {_at(tool, 'machine.cuh', ARRIVE)}", read),
+        "an atomic": (write, read, f"Atomic access at {codes}"),
+        "no line": (write, read.partition(" in ")[0]),
+        "another kernel": (
+            f"Write access at {_at(tool, 'machine.cuh', COPY, 'norm_forward')}",
+            f"Read access at {_at(tool, 'nvfp4.cuh', CODES, 'norm_forward')}",
+        ),
+        "a line beyond the end": (write, read.rpartition(":")[0] + ":99999"),
+        "a file of another name": (write, read.replace("nvfp4.cuh", "nvfp5.cuh")),
+    }
+    for name, accesses in others.items():
+        found = _judged(tool, _race(*accesses))
+        assert not found.clean, name
+        assert (len(found.errors), found.accepted) == (1, []), name
+    assert not _judged(tool, _race(write, read), accepting=False).clean
+    assert not _judged(tool, _race(write, read), "memcheck").clean
+
+
+def test_what_is_accepted_is_one_statement_each_of_kernels_with_rings(
+    tool: SimpleNamespace,
+) -> None:
+    kernels = tool.runs.cuda_kernels()
+    for one in tool.accepted.ACCEPTED:
+        assert set(one.kernels) <= kernels
+        assert len(one.reason) > 80
+        for place in one.places:
+            text = (tool.accepted.SOURCES / place.file).read_text()
+            assert text.count(place.text) == 1, place
+    assert tool.accepted.statement_at("machine.cuh", 0) == ""
+    assert tool.accepted.statement_at("no_such.cu", 3) == ""
+
+
 @pytest.mark.parametrize("tool_name", ["memcheck", "racecheck", "initcheck", "synccheck"])
 def test_a_clean_process_is_clean(tool: SimpleNamespace, tool_name: str) -> None:
     summary = {"racecheck": "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)"}.get(
@@ -106,6 +193,7 @@ def test_a_clean_process_is_clean(tool: SimpleNamespace, tool_name: str) -> None
         ("========= ERROR SUMMARY: 0 errors\n", 139, "exited with 139"),
         ("========= ERROR SUMMARY: 4 errors\n", 9, "counts 4 errors and shows 0"),
         ("========= 24 errors were skipped (error buffer overflow).\n", 9, "more to report"),
+        ("========= Warning: Maximum number of hazards reached. A variable\n", 9, "more to report"),
     ],
 )
 def test_what_did_not_end_well_is_not_clean(
@@ -241,6 +329,52 @@ def test_the_command_adds_up(
         [name, "2", str(2 * sum(launched.values()))] for name in tools
     ]
     assert (tmp_path / "logs" / "racecheck-0.txt").is_file()
+
+
+RACY = """#!{python}
+import json, sys
+words = sys.argv
+lanes = "--every-lane" in words
+told = {{"runs": 1, "wrong": [], "launched": {{"nvfp4_moe": 1}}}}
+if "--canary" in words:
+    for one in ("racecheck", "ring_broken"):
+        print("========= Error: a fault")
+        print(f"=========     at void canary_{{one}}<(int)7>(CanaryParams)+0x90")
+    count = 2
+else:
+    names = json.load(open(words[words.index("--walk") + 1]))
+    assert names and all(name.startswith("nvfp4_moe/cuda_wgmma") for name in names)
+    count = 1 if lanes in {racy!r} else 0
+    if count:
+        print({race!r})
+print("{walked}" + json.dumps(told))
+print("========= RACECHECK SUMMARY: %d hazards" % count)
+sys.exit(9 if count else 0)
+"""
+
+
+@pytest.mark.parametrize(("racy", "code"), [((), 0), ((False,), 0), ((True,), 1)])
+def test_rings_run_again_with_every_lane_and_nothing_is_accepted_there(
+    tool: SimpleNamespace,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    racy: tuple[bool, ...],
+    code: int,
+) -> None:
+    copy, codes = _at(tool, "machine.cuh", COPY), _at(tool, "nvfp4.cuh", CODES)
+    race = _race(f"Write access at {copy}", f"Read access at {codes}")
+    fake = tmp_path / "compute-sanitizer"
+    words = {"racy": racy, "race": race, "walked": tool.report.WALKED}
+    fake.write_text(RACY.format(python=sys.executable, **words))
+    fake.chmod(0o755)
+    logs = tmp_path / "logs"
+    options = argparse.Namespace(sanitizer=str(fake), jobs=1, limit=60, logs=logs, options="")
+    some = tool.command.ringed(tool.runs.every_run(H200, ["nvfp4_moe", "cuda_wgmma"]))[:2]
+    assert len(some) == 2
+    driver = tool.command.Driver(options)
+    assert tool.command.sanitized(driver, ("racecheck",), some, {"nvfp4_moe"}) == code
+    assert ("1 accepted" in capsys.readouterr().out) == (racy == (False,))
+    assert (logs / "racecheck-0-every-lane.txt").is_file()
 
 
 def test_launches_are_counted_by_function(

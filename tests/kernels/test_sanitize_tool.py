@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from sanitize_modules import H200, ROOT, load
+from sanitize_modules import H200, ROOT, code_in, load
 
 from gristmill.jit import Program
+from gristmill.jit.nvrtc import compile_program
 from gristmill.ops.registry import OPS
 from gristmill.ops.rows.variant import RowVariant
 
@@ -265,21 +266,50 @@ def test_products_in_fp8_are_scaled_on_the_cpu(tool: SimpleNamespace) -> None:
     torch.testing.assert_close(out, (a.float() * scale_a) @ (b.float().t() * scale_b) + bias)
 
 
-def test_under_racecheck_every_lane_gives_slots_back(tool: SimpleNamespace) -> None:
+def test_under_racecheck_rings_are_as_shipped_with_line_numbers(tool: SimpleNamespace) -> None:
     names = {path.name for path in SOURCES.glob("*.cu")}
     spoken = {name for name in names if "if (lane == 0) barrier_arrive(" in _text(name)}
     assert spoken == set(tool.blind.RINGS)
     before = {name: Program(name, ("f<1>",)).key("sm_90a") for name in names}
-    with tool.blind.sources_for("racecheck"):
+    with tool.blind.rings_for("racecheck"):
         for name in names:
-            text = Program(name, ("f<1>",)).texts()[name]
-            assert (text != _text(name)) == (name in spoken)
-            assert "if (lane == 0) barrier_arrive(" not in text
-            assert (Program(name, ("f<1>",)).key("sm_90a") != before[name]) == (name in spoken)
+            program = Program(name, ("f<1>",))
+            assert program.texts()[name] == _text(name)
+            lined = tool.blind.LINES in program.compiler_options("sm_90a")
+            assert lined == (name in spoken)
+            assert (program.key("sm_90a") != before[name]) == (name in spoken)
     for name in names:
         assert Program(name, ("f<1>",)).key("sm_90a") == before[name]
-    with tool.blind.sources_for("memcheck"):
-        assert Program("nvfp4_moe.cu", ()).texts()["nvfp4_moe.cu"] == _text("nvfp4_moe.cu")
+    with tool.blind.rings_for("memcheck", every_lane=True):
+        program = Program("nvfp4_moe.cu", ("f<1>",))
+        assert program.texts()["nvfp4_moe.cu"] == _text("nvfp4_moe.cu")
+        assert program.key("sm_90a") == before["nvfp4_moe.cu"]
+
+
+def test_every_lane_gives_slots_back_in_the_second_run(tool: SimpleNamespace) -> None:
+    with tool.blind.rings_for("racecheck"):
+        shipped = {name: Program(name, ("f<1>",)).key("sm_90a") for name in tool.blind.RINGS}
+    with tool.blind.rings_for("racecheck", every_lane=True):
+        for name, key in shipped.items():
+            program = Program(name, ("f<1>",))
+            text = program.texts()[name]
+            assert "if (lane == 0) barrier_arrive(" not in text
+            assert len(text) < len(_text(name))
+            assert program.key("sm_90a") != key
+        assert Program("norm.cu", ()).texts()["norm.cu"] == _text("norm.cu")
+
+
+@pytest.mark.parametrize("name", ["nvfp4_wgmma", "nvfp4_moe"])
+def test_line_numbers_change_no_instruction(
+    tool: SimpleNamespace, found: list[Any], name: str
+) -> None:
+    program = next(one for run in found for one in run.programs if one.source == f"{name}.cu")
+    plain = compile_program(program, "sm_90a").cubin
+    with tool.blind.rings_for("racecheck"):
+        lined = compile_program(program, "sm_90a").cubin
+    (code,), (same,) = code_in(plain), code_in(lined)
+    assert len(lined) > len(plain)
+    assert code == same
 
 
 def _text(name: str) -> str:
