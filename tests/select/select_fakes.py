@@ -77,6 +77,11 @@ class Fake(Variant):
     def configs(self, problem: Problem) -> Sequence[Any]:
         return (self.config(problem), *self.more)
 
+    def rejects(self, problem: Problem, config: Any) -> str | None:
+        if config is None or config.threads in range(32, 1025, 32):
+            return None
+        return f"threads={config.threads} is not a multiple of 32 from 32 to 1024"
+
     def indeterminate(self, problem: Problem) -> str | None:
         return self.random
 

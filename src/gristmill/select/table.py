@@ -1,8 +1,8 @@
 """Tables of measured choices: small, sorted JSON with one row per line, one file per GPU name.
 
 A row is believed only while it can still be true: its variant must exist and support the problem,
-its config must still fit the variant's config type, and its source hash must be that of today's
-device code. Anything else is passed over, with the reason kept in `Table.ignored`.
+its config must be a launch of that variant for the problem, and its source hash must be that of
+today's device code. Anything else is passed over, with the reason kept in `Table.ignored`.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Table:
         row = self.rows.get(key)
         if row is None:
             return None
-        found = _revive(row, problem, variants)
+        found = revive(row, problem, variants)
         if isinstance(found, str):
             self.ignored[key] = found
             return None
@@ -175,8 +175,8 @@ class Table:
         return f'{json.dumps(head, indent=2)[:-2]},\n  "rows": [\n{body}\n  ]\n}}\n'
 
 
-def _revive(row: Row, problem: Problem, variants: Sequence[Variant]) -> tuple[Variant, Any] | str:
-    """The row as something to run, or the reason why it no longer holds."""
+def revive(row: Row, problem: Problem, variants: Sequence[Variant]) -> tuple[Variant, Any] | str:
+    """The row as something to run, or the reason why it does not hold."""
     variant = next((one for one in variants if one.name == row.variant), None)
     if variant is None:
         return f"names variant {row.variant!r}, which does not exist"
@@ -187,6 +187,10 @@ def _revive(row: Row, problem: Problem, variants: Sequence[Variant]) -> tuple[Va
         config = config_from_json(variant.config_type, row.config)
     except ValueError as error:
         return f"config of {row.variant} is malformed: {error}"
+    # Before the hash: what a config would compile can only be asked of one that is a launch.
+    reason = variant.rejects(problem, config)
+    if reason is not None:
+        return f"config of {row.variant} is rejected: {reason}"
     if variant.source_hash(problem, config) != row.source_hash:
         return f"stale: {row.variant} has changed since {row.date}"
     return variant, config

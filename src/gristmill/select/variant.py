@@ -53,6 +53,15 @@ class Variant(ABC):
         """The configurations worth timing for `problem`, that of `config` first."""
         return (self.config(problem),)
 
+    def rejects(self, problem: Problem, config: Any) -> str | None:
+        """Why `config` is not a launch of this variant for `problem`; None if it is one.
+
+        A config from outside, such as a row of a table, runs only if this returns None. It does so
+        for all that `config` and `configs` return, and for a config that either could return for
+        another number of rows, if that is right here too. Any int may come, of any size.
+        """
+        return None if config in self.configs(problem) else f"{config!r} is none of its launches"
+
     def indeterminate(self, problem: Problem) -> str | None:
         """Why two runs on the same input may differ in their bits, if so.
 
