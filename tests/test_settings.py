@@ -1,13 +1,23 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import gristmill
 from gristmill.errors import GristmillError, SettingsError
 from gristmill.log import forget_warnings, logger, warn_once
-from gristmill.settings import VARIABLES, reload_settings, settings
+from gristmill.settings import VARIABLES, path_variables, reload_settings, settings
+
+# The head of a script that needs no torch.
+ALONE = f"""
+import sys, types
+sys.modules["gristmill"] = types.ModuleType("gristmill")
+sys.modules["gristmill"].__path__ = {list(gristmill.__path__)!r}
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +127,6 @@ def test_empty_means_unset(environment) -> None:
         ("GRISTMILL_TUNE", "first", ["GRISTMILL_TUNE='first'", "did you mean first-call"]),
         ("GRISTMILL_BATCH_INVARIANT", "yes", ["GRISTMILL_BATCH_INVARIANT='yes'", "0, 1"]),
         ("GRISTMILL_LOG", "warn", ["GRISTMILL_LOG='warn'", "did you mean warning"]),
-        ("GRISTMILL_JITT", "on", ["GRISTMILL_JITT", "did you mean GRISTMILL_JIT", "GRISTMILL_USE"]),
         ("GRISTMILL_USE", "rms_norm", ["GRISTMILL_USE", "'rms_norm'", "op:variant"]),
         ("GRISTMILL_USE", "a:b:c", ["GRISTMILL_USE", "'a:b:c'", "op:variant"]),
         ("GRISTMILL_USE", "a:b,a:c", ["GRISTMILL_USE", "twice", "b and c"]),
@@ -133,6 +142,97 @@ def test_mistakes_are_named(environment, name: str, value: str, words: list[str]
         assert word in str(caught.value)
     assert isinstance(caught.value, GristmillError)
     assert isinstance(caught.value, ValueError)
+
+
+OF_A_SERVICE = [
+    *("GRISTMILL_SERVICE_HOST", "GRISTMILL_SERVICE_PORT", "GRISTMILL_SERVICE_PORT_HTTP_2"),
+    *("GRISTMILL_PORT", "GRISTMILL_PORT_8000_TCP", "GRISTMILL_PORT_8000_TCP_PROTO"),
+    *("GRISTMILL_PORT_8000_TCP_PORT", "GRISTMILL_PORT_53_UDP_ADDR", "GRISTMILL_PORT_9_SCTP"),
+    *("GRISTMILL_CACHE_SERVICE_HOST", "GRISTMILL_MY_CACHE_PORT", "GRISTMILL_CACHE_PORT_80_TCP"),
+]
+
+
+@pytest.mark.parametrize("name", OF_A_SERVICE)
+def test_what_kubernetes_sets_for_a_service_is_ignored(environment, caplog, name: str) -> None:
+    forget_warnings()
+    environment.setenv(name, "tcp://10.0.0.1:8000")
+    environment.setenv("GRISTMILL_JIT", "off")
+    assert reload_settings().jit is False
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("GRISTMILL_JITT", "(did you mean GRISTMILL_JIT?)"),
+        ("GRISTMILL_CACHEDIR", "(did you mean GRISTMILL_CACHE_DIR?)"),
+        ("GRISTMILL_SUPPORT", "is ignored"),
+        ("GRISTMILL_PORTS", "is ignored"),
+        ("GRISTMILL_PORT_8000", "is ignored"),
+        ("GRISTMILL_PORT_HTTP_TCP", "is ignored"),
+        ("GRISTMILL_SERVICE_HOSTS", "is ignored"),
+        ("GRISTMILL_", "is ignored"),
+    ],
+)
+def test_an_unknown_name_is_one_warning(environment, caplog, name: str, words: str) -> None:
+    forget_warnings()
+    environment.setenv(name, "on")
+    environment.setenv("GRISTMILL_JIT", "off")
+    for _ in range(3):
+        assert reload_settings().jit is False
+    (message,) = caplog.messages
+    assert message.startswith(f"{name} is not a setting of gristmill")
+    assert words in message
+
+
+def test_an_unknown_name_does_not_hide_a_mistake(environment, caplog) -> None:
+    forget_warnings()
+    environment.setenv("GRISTMILL_JITT", "on")
+    environment.setenv("GRISTMILL_JIT", "of")
+    with pytest.raises(SettingsError, match="GRISTMILL_JIT='of'"):
+        reload_settings()
+
+
+def test_other_names_are_nobodys_business(environment, caplog) -> None:
+    forget_warnings()
+    environment.setenv("GRISTMILLS_JIT", "on")
+    reload_settings()
+    assert caplog.messages == []
+
+
+def test_the_level_holds_for_the_warning_too(environment) -> None:
+    """One process: the warning is the first line that the logger gets."""
+    code = "from gristmill.settings import settings; settings(); print(settings().log)"
+    said = {}
+    for level in ("warning", "error"):
+        done = subprocess.run(
+            [sys.executable, "-c", ALONE + code],
+            env={"GRISTMILL_JITT": "on", "GRISTMILL_LOG": level, "HOME": "/nonexistent"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout == f"{level}\n"
+        said[level] = done.stderr
+    assert said["error"] == ""
+    assert said["warning"].count("\n") == 1
+    assert said["warning"].startswith("gristmill: warning: GRISTMILL_JITT is not a setting")
+
+
+def test_paths_for_a_process_in_another_folder(environment, tmp_path: Path) -> None:
+    environment.chdir(tmp_path)
+    environment.setenv("GRISTMILL_CACHE_DIR", "here")
+    environment.setenv("GRISTMILL_CACHE_LAYERS", "a:~/b")
+    reload_settings()
+    before = settings()
+    environment.chdir("/")
+    assert path_variables() == {
+        "GRISTMILL_CACHE_DIR": str(tmp_path / "here"),
+        "GRISTMILL_CACHE_LAYERS": f"{tmp_path}/a:/home/someone/b",
+    }
+    for name, value in path_variables().items():
+        environment.setenv(name, value)
+    assert reload_settings() == before
 
 
 def test_without_a_home_there_is_no_folder(environment) -> None:

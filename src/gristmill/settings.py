@@ -1,23 +1,32 @@
 """Every environment variable gristmill reads: its name, its values, its default, what it does.
 
 Nothing else in the library looks at the environment. It is parsed once, at the first use of
-`settings()`, never at import, so a mistake in it is an error of the first call that needs it and
-not of `import gristmill`.
+`settings()`, never at import, so a value that is not allowed is an error of the first call that
+needs it and not of `import gristmill`. A name that is not known is only warned of: a cluster sets
+names that nobody in the program has chosen.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
 from gristmill.errors import SettingsError
+from gristmill.log import warn_once
 from gristmill.names import meant
 
 PREFIX = "GRISTMILL_"
+# What Kubernetes puts into every container of a namespace that has a service called gristmill, or
+# gristmill-something.
+_OF_A_SERVICE = re.compile(
+    PREFIX + r"([A-Z0-9_]+_)?"
+    r"(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT(_[0-9]+_(TCP|UDP|SCTP)(_[A-Z]+)?)?)"
+)
 
 
 @dataclass(frozen=True)
@@ -153,17 +162,30 @@ def reload_settings() -> Settings:
     if _text(os.environ, LOG):  # unset, the level is the program's own business
         logging.getLogger("gristmill").setLevel(parsed.log.upper())
     _current = parsed
+    for message in unknown_variables():
+        warn_once(message, message)
     return parsed
 
 
+def unknown_variables() -> list[str]:
+    """A line for each variable that looks like a setting and is none."""
+    known = [variable.name for variable in VARIABLES]
+    return [
+        f"{name} is not a setting of gristmill, and is ignored{meant(name, known)}"
+        for name in sorted(os.environ)
+        if name.startswith(PREFIX) and name not in known and not _OF_A_SERVICE.fullmatch(name)
+    ]
+
+
+def path_variables() -> dict[str, str]:
+    """The settings that are paths, as variables for a process in any folder."""
+    now = settings()
+    layers = os.pathsep.join(map(str, now.cache_layers))
+    values = {CACHE_DIR: now.cache_dir, CACHE_LAYERS: layers, RECORD: now.record}
+    return {variable.name: str(value) for variable, value in values.items() if value}
+
+
 def _parse(environment: Mapping[str, str]) -> Settings:
-    known = {variable.name for variable in VARIABLES}
-    for name in sorted(environment):
-        if name.startswith(PREFIX) and name not in known:
-            raise SettingsError(
-                f"{name} is not a setting of gristmill"
-                f"{meant(name, known)}; there are: {', '.join(sorted(known))}"
-            )
     return Settings(
         cache_dir=_cache_dir(environment),
         jit=_word(environment, JIT) == "on",

@@ -39,7 +39,7 @@ from gristmill.ops.registry import OPS
 from gristmill.select.copies import rotate
 from gristmill.select.device import device_of
 from gristmill.select.explain import explain_problem
-from gristmill.settings import VARIABLES, settings
+from gristmill.settings import VARIABLES, settings, unknown_variables
 
 Report = dict[str, Any]
 # Typical of inference, and quick: on one core of a CPU the larger one takes 3.8 s, the smaller 0.4.
@@ -70,7 +70,7 @@ def examine() -> Report:
     if device.type == "cuda" and compiler["error"]:
         broken.append(f"kernels cannot be compiled for this GPU: {compiler['error']}")
     kept, layers = folder_report(), layer_reports()
-    warnings = folder_warnings(kept)
+    warnings = [*unknown_variables(), *folder_warnings(kept)]
     # Where nothing may be compiled, a kernel that no layer has is an error of the call.
     (warnings if settings().jit else broken).extend(layer_problems(layers))
     return {
