@@ -116,33 +116,39 @@ def names_in(folder: Path, prefix: str = "", suffix: str = "") -> list[str]:
 
 
 def make_private(folder: Path, top: Path) -> None:
-    """Create `folder` and its parents; from `top` down only the user may look inside.
-
-    Each level gets its mode by itself: `Path.mkdir(parents=True)` gives it to the last one only,
-    and under a umask of 002 the others would be writable by the group, hence not trusted.
-    """
-    top.parent.mkdir(parents=True, exist_ok=True)
-    levels = [folder]
-    while levels[-1] != top:
-        levels.append(levels[-1].parent)
-    for level in reversed(levels):
-        level.mkdir(mode=0o700, exist_ok=True)
+    """Make `folder`, `top` and what is missing above them: `make_folders`."""
+    assert folder.is_relative_to(top)
+    make_folders(folder)
 
 
 def make_folders(folder: Path) -> None:
-    """Make `folder` and those above it that are missing; for the owner only, whatever the umask."""
+    """Make `folder` and those above it that are missing, each 0700, whatever the umask.
+
+    A parent that the group can write to would not be trusted. Folders that exist stay as they are.
+    """
     missing = [one for one in (folder, *folder.parents) if not one.exists()]
     for one in reversed(missing):
-        one.mkdir(mode=0o700, exist_ok=True)
+        try:
+            one.mkdir(mode=0o700)
+        except FileExistsError:  # another process was first
+            if not one.is_dir():
+                raise
+        else:
+            _restore_mode(one)
 
 
 def write_whole(path: Path, content: bytes, mode: int = 0o600) -> None:
-    """Write a file so that a reader sees either all of it or what was there before."""
+    """Write a file so that a reader sees either all of it or what was there before.
+
+    It gets `mode`, whatever the umask. Where others can write to its folder they may have put a
+    link in the place of the temporary file: so the mode is that of the handle, not of a name.
+    """
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PART)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
-        Path(name).chmod(mode)
+            if hasattr(os, "fchmod"):  # else Windows, where a file has no such mode
+                os.fchmod(handle, mode)
         Path(name).replace(path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
@@ -166,6 +172,19 @@ def stale_parts(folder: Path) -> Iterator[Path]:
             continue
         if old:
             yield path
+
+
+def _restore_mode(folder: Path) -> None:
+    """Give the owner of a new folder what the umask has taken, by a handle that needs no rights."""
+    if hasattr(os, "O_PATH"):
+        handle = os.open(folder, os.O_PATH | os.O_NOFOLLOW | _FOLDER)
+        try:
+            if stat.S_IMODE(os.fstat(handle).st_mode) & 0o777 != 0o700:
+                os.chmod(f"/proc/self/fd/{handle}", 0o700)
+        finally:
+            os.close(handle)
+    elif os.chmod in os.supports_follow_symlinks:
+        os.chmod(folder, 0o700, follow_symlinks=False)
 
 
 def _checked(handle: int, name: str, plain: bool = False) -> int:
