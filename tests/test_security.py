@@ -43,6 +43,8 @@ STARTS_PROCESSES = {
     *("jit/parallel.py", "bench/fresh.py", "bench/environment.py", "bench/serving/processes.py"),
     "bench/ahead/compiling.py",
 }
+# The one place that starts a Python: isolated, and with an import path that it is given.
+STARTS_PYTHON = "jit/child.py"
 # Functions written out from the names of arguments, because a loop over them would cost time.
 EVALUATES = {"ops/overlap.py", "ops/plan_key.py", "multikernel/routes.py"}
 
@@ -78,6 +80,19 @@ def test_no_file_runs_what_it_reads(path: Path) -> None:
             assert not isinstance(node.args[0], (ast.Constant, ast.JoinedStr))
         shell = [word.value for word in node.keywords if word.arg == "shell"]
         assert not shell, f"{name}:{node.lineno} names a shell"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_pythons_are_started_in_one_place(path: Path) -> None:
+    name = path.relative_to(PACKAGE).as_posix()
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    named = {_dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert ("sys.executable" in named) == (name == STARTS_PYTHON)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and _dotted(node.func) == "child.command":
+            # What is run is a constant: data goes into it as words.
+            assert isinstance(node.args[0], ast.Name)
+            assert node.args[0].id == "_SCRIPT"
 
 
 def test_the_lists_above_are_of_files_that_need_them() -> None:

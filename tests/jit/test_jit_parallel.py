@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from jit_helpers import ARCH, SOURCES, TINY
 
+from gristmill.errors import CompilerUnavailable
 from gristmill.jit import TritonProgram, cache, counters, parallel
 from gristmill.jit.parallel import Compiled, compile_all, worker_count
 from gristmill.jit.program import Program
@@ -84,6 +85,68 @@ def test_where_no_process_can_be_started_it_is_done_here(programs, monkeypatch) 
     assert counters.snapshot()["compiles"] == 6
 
 
+@pytest.mark.parametrize("executable", ["", None])
+def test_where_python_is_not_known_it_is_done_here(programs, monkeypatch, executable) -> None:
+    monkeypatch.setattr(sys, "executable", executable)
+    assert {one.how for one in compile_all(programs, ARCH, workers=2)} == {"compiled"}
+    assert counters.snapshot()["compiles"] == 6
+
+
+def in_workers(monkeypatch: pytest.MonkeyPatch, lines: str) -> None:
+    """Let workers run `lines` before they begin."""
+    script = parallel._SCRIPT.replace("\nwork()\n", f"\n{lines}\nwork()\n")
+    monkeypatch.setattr(parallel, "_SCRIPT", script)
+
+
+def test_what_workers_have_no_compiler_for_is_done_here(
+    programs, broken, home, monkeypatch
+) -> None:
+    """They may not import from everywhere that this process may."""
+    in_workers(monkeypatch, 'sys.modules["cuda"] = None')
+    done = {one.program: one for one in compile_all([broken, *programs], ARCH, workers=2)}
+    assert {done[program].how for program in programs} == {"compiled"}
+    assert done[broken].how == "failed"
+    assert "CompileError" in done[broken].error
+    assert counters.snapshot()["compiles"] == 6
+    assert len(home.files()) == 6
+
+
+def test_without_any_compiler_each_failure_is_told_once(programs, monkeypatch) -> None:
+    in_workers(monkeypatch, 'sys.modules["cuda"] = None')
+
+    def missing() -> str:
+        raise CompilerUnavailable("nothing is installed")
+
+    monkeypatch.setattr("gristmill.jit.nvrtc.compiler_version", missing)
+    done = compile_all(programs, ARCH, workers=2)
+    assert [one.how for one in done] == ["failed"] * 6
+    assert {one.error for one in done} == {"CompilerUnavailable: nothing is installed"}
+
+
+def test_relative_paths_mean_to_workers_what_they_mean_here(
+    make_program, home, monkeypatch, tmp_path: Path
+) -> None:
+    """Workers are in another folder, and so may this process be by now."""
+    home.path = tmp_path / "start" / "cache"
+    (tmp_path / "start").mkdir()
+    monkeypatch.chdir(tmp_path / "start")
+    home.set(GRISTMILL_CACHE_DIR="cache")
+    root = make_program(a__cu=TINY).root
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "folder"
+    in_workers(monkeypatch, f"open({str(folder)!r}, 'w').write(os.getcwd())")
+    programs = [
+        Program("a.cu", (f"twice<{number}>",), root=root.relative_to(tmp_path))
+        for number in range(4)
+    ]
+    monkeypatch.setattr(parallel, "_compiled_here", None)  # only workers compile
+    done = compile_all(programs, ARCH, workers=2)
+    assert [(one.how, one.error) for one in done] == [("compiled", "")] * 4
+    assert {one.program for one in done} == set(programs)
+    assert len(home.files()) == 4
+    assert folder.read_text() == os.path.abspath(os.sep)
+
+
 def test_where_workers_cannot_begin_it_is_done_here(programs, monkeypatch) -> None:
     monkeypatch.setattr(parallel, "_SCRIPT", "raise SystemExit(3)")
     done = compile_all(programs, ARCH, workers=2)
@@ -105,9 +168,7 @@ def once(program, arch):
     return load(program, arch)
 cache.load_or_compile = once
 """
-    before = "from gristmill.jit.parallel"
-    script = parallel._SCRIPT.replace(before, f"{dying}\n{before}")
-    monkeypatch.setattr(parallel, "_SCRIPT", script)
+    in_workers(monkeypatch, dying)
     done = {one.program.names[0]: one for one in compile_all(programs, ARCH, workers=2)}
     assert mark.exists()
     assert done["twice<3>"].how == "failed"
@@ -138,8 +199,7 @@ def test_workers_import_no_torch(programs, monkeypatch, tmp_path: Path) -> None:
     """The package would import it, and that takes longer than most of what they do."""
     mark = tmp_path / "modules"
     tell = f"import pathlib; pathlib.Path({str(mark)!r}).write_text(str('torch' in sys.modules))"
-    script = parallel._SCRIPT.replace("\nwork()\n", f"\n{tell}\nwork()\n")
-    monkeypatch.setattr(parallel, "_SCRIPT", script)
+    in_workers(monkeypatch, tell)
     compile_all(programs, ARCH, workers=2)
     assert mark.read_text() == "False"
 

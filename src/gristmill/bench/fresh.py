@@ -6,30 +6,30 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from gristmill.errors import GristmillError
+from gristmill.jit import child
 
 # Generous, because importing torch from a cold disk can take minutes.
 TIMEOUT_S = 600
 _WATCH_S = 1.0
 
+# Bytecode is written, as it is where a package was installed.
 _SCRIPT = """
-import importlib, json, sys, time
+import importlib, sys, time
+sys.dont_write_bytecode = False
 start = time.perf_counter()
 import torch
 seconds = {"torch_import_s": time.perf_counter() - start}
-sys.path[:] = json.loads(sys.argv[1])
 start = time.perf_counter()
 import gristmill
 seconds["import_s"] = time.perf_counter() - start
-importlib.import_module(sys.argv[2]).main(sys.argv[3:], seconds)
+importlib.import_module(sys.argv[1]).main(sys.argv[2:], seconds)
 """
 
 
@@ -43,11 +43,7 @@ def in_fresh_process(
     `environment` is added to that of this process. GristmillError, saying `what` failed, if there
     is no such line.
     """
-    # The child gets this process's import path, so that it measures the same code, and its
-    # environment; `env` adds to that without this process reading it.
-    paths = json.dumps([str(Path(entry).resolve()) for entry in sys.path])
-    added = [f"{name}={value}" for name, value in environment.items()]
-    command = ["env", *added, sys.executable, "-c", _SCRIPT, paths, module, *words]
+    command = child.command(_SCRIPT, module, *words, environment=environment)
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, check=True, timeout=TIMEOUT_S

@@ -10,6 +10,7 @@ or written to, few programs) everything is compiled in this process.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import queue
@@ -19,24 +20,20 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from gristmill.jit import cache, counters
+from gristmill.errors import CompilerUnavailable
+from gristmill.jit import cache, child, counters
 from gristmill.jit.compilers import Compilable, from_text, to_text
+from gristmill.jit.program import Program
+from gristmill.jit.python_sources import PythonProgram
 from gristmill.settings import settings
 
 # A worker takes 0.3 s to start, a compile 0.1 s to 1 s: fewer programs than this for each worker
 # are not worth one.
 _PROGRAMS_PER_WORKER = 4
 _MOST_WORKERS = 32
-_PACKAGE = Path(__file__).parent.parent
-# The modules are those of this process, wherever they were found. The package itself is an empty
-# stand-in: it would import torch (2 s), and the jit needs nothing of it.
-_SCRIPT = """
-import sys
-from importlib.util import module_from_spec, spec_from_file_location
-sys.path[:] = {path!r}
-sys.modules["gristmill"] = module_from_spec(spec_from_file_location("gristmill", {package!r}))
+_SCRIPT = f"""
+{child.MODULES_ONLY}
 from gristmill.jit.parallel import work
 work()
 """
@@ -86,7 +83,7 @@ def compile_all(
     if count > 1 and settings().jit and cache.is_writable():
         with contextlib.closing(_in_workers(missing, arch, count)) as results:
             for result in results:
-                # A worker that could not write has compiled for nobody.
+                # A worker that could not write, or had no compiler, has compiled for nobody.
                 if result.how == "failed" or cache.is_in_folder(result.program, arch):
                     missing.remove(result.program)
                     if result.how == "compiled":
@@ -106,7 +103,10 @@ def worker_count(programs: int) -> int:
 
 
 def work() -> None:
-    """The life of a worker: programs come on stdin, one a line, and results go to stdout."""
+    """The life of a worker: programs come on stdin, one a line, and results go to stdout.
+
+    "unable": it has not found the compiler, which may yet be there for who has started it.
+    """
     # What compilers print must not get between the answers.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -115,7 +115,9 @@ def work() -> None:
     for line in sys.stdin:
         arch, _, text = line.partition(" ")
         result = _compiled_here(from_text(text, anywhere=True), arch)
-        answers.write(json.dumps([result.how, result.seconds, result.error]) + "\n")
+        lacking = result.error.startswith(CompilerUnavailable.__name__)
+        how = "unable" if lacking else result.how
+        answers.write(json.dumps([how, result.seconds, result.error]) + "\n")
         answers.flush()
 
 
@@ -138,9 +140,9 @@ class _Worker:
     """One process that compiles."""
 
     def __init__(self) -> None:
-        script = _SCRIPT.format(path=sys.path, package=str(_PACKAGE / "__init__.py"))
         self._process = subprocess.Popen(
-            [sys.executable, "-c", script],
+            child.command(_SCRIPT),
+            cwd=os.path.abspath(os.sep),  # compilers and loaders look into the current folder, too
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -154,7 +156,7 @@ class _Worker:
         """What became of `program`; None if the process died meanwhile."""
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(f"{arch} {to_text(program)}\n".encode())
+            self._process.stdin.write(f"{arch} {to_text(_absolute(program))}\n".encode())
             self._process.stdin.flush()
         except OSError:
             return None
@@ -171,6 +173,14 @@ class _Worker:
     def _line(self) -> bytes:
         assert self._process.stdout is not None
         return self._process.stdout.readline()
+
+
+def _absolute(program: Compilable) -> Compilable:
+    """`program` as it is called in any folder."""
+    assert isinstance(program, Program | PythonProgram)
+    if program.root is None:
+        return program
+    return dataclasses.replace(program, root=program.root.absolute())
 
 
 def _in_workers(

@@ -15,12 +15,10 @@ import queue
 import select
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +28,7 @@ from gristmill.bench.peers import Peer
 from gristmill.bench.results import first_line
 from gristmill.bench.suites import Task, written
 from gristmill.errors import GristmillError
+from gristmill.jit import child
 from gristmill.jit.compilers import Compilable
 from gristmill.ops.registry import OPS
 from gristmill.select.chooser import ranked
@@ -48,11 +47,9 @@ _MOST_STARTS = 4
 # Of what a process wrote, the end is looked at when it has died; how long its end may take.
 _SAID_BYTES, _ENDING_S = 1 << 16, 10.0
 _CHILD = "gristmill.bench.ahead.child"
-# With the import path of the process that starts it, so that it compiles the same code.
 _SCRIPT = """
-import importlib, json, sys
-sys.path[:] = json.loads(sys.argv[1])
-importlib.import_module(sys.argv[2]).main(sys.argv[3])
+import importlib, sys
+importlib.import_module(sys.argv[1]).main(sys.argv[2])
 """
 
 
@@ -182,13 +179,12 @@ class _Worker:
     """One process; it is told a task a line, and answers with a line."""
 
     def __init__(self, told: dict[str, Any], over: threading.Event) -> None:
-        paths = json.dumps([str(Path(entry).resolve()) for entry in sys.path])
         self._over = over
         # A file, because a pipe would fill up; `end` closes it.
         self._said = tempfile.TemporaryFile()  # noqa: SIM115
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _SCRIPT, paths, _CHILD, json.dumps(told)],
+                child.command(_SCRIPT, _CHILD, json.dumps(told)),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._said,

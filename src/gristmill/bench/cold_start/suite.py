@@ -159,14 +159,12 @@ class _Caches:
 
     @staticmethod
     def _of(place: Path, layers: Path | str = "") -> dict[str, str]:
-        # Whatever is set for other runs is not what is measured (empty is as good as unset); and
-        # the source of modules is compiled once, as it is where a package was installed.
+        # Whatever is set for other runs is not what is measured (empty is as good as unset).
         return {
             **{variable.name: "" for variable in VARIABLES},
             "GRISTMILL_CACHE_DIR": str(place),
             "GRISTMILL_CACHE_LAYERS": str(layers),
             "GRISTMILL_JIT": "on",
-            "PYTHONDONTWRITEBYTECODE": "",
         }
 
 

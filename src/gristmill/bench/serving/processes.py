@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,14 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from gristmill.errors import GristmillError
+from gristmill.jit import child
 
 _LOOK_S = 0.1
 _TEARDOWN_S = 20.0
-# With the import path of the process that starts it, so that it measures the same code.
 _SCRIPT = """
-import importlib, json, sys
-sys.path[:] = json.loads(sys.argv[1])
-importlib.import_module(sys.argv[2]).main(sys.argv[3:])
+import importlib, sys
+importlib.import_module(sys.argv[1]).main(sys.argv[2:])
 """
 
 
@@ -87,12 +85,11 @@ def start(
     """
     place.mkdir(parents=True)
     told = json.dumps({**spec, "place": str(place), "parent": os.getpid()})
-    paths = json.dumps([str(Path(entry).resolve()) for entry in sys.path])
-    # `env` adds to the environment without this process reading it.
-    added = [f"{name}={value}" for name, value in environment.items()]
+    command = child.command(_SCRIPT, module, told, environment=environment)
     with (place / "log").open("wb") as log:
         process = subprocess.Popen(
-            ["env", *added, sys.executable, "-c", _SCRIPT, paths, module, told],
+            command,
+            cwd=place,  # an engine starts Pythons of its own, which may import from here
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
