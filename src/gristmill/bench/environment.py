@@ -7,7 +7,6 @@ is None, never an error.
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import platform
 import re
 import subprocess
@@ -19,14 +18,12 @@ import torch
 
 import gristmill
 from gristmill.bench.peers import Peer
+from gristmill.jit.optional import installed_version
 from gristmill.select.device import device_of
 
 
 def package_version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return installed_version(name) or None
 
 
 def driver_version() -> str | None:

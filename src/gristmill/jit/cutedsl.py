@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.metadata
 import importlib.util
 import inspect
 import re
@@ -29,6 +28,8 @@ from typing import Any, ClassVar
 
 from gristmill.errors import ArgumentError, CompileError, CompilerUnavailable
 from gristmill.jit.binary import Binary
+from gristmill.jit.optional import NotImportableError, imported, release
+from gristmill.jit.optional import installed_version as installed
 from gristmill.jit.python_sources import PythonProgram
 from gristmill.jit.resources import resource_usage
 from gristmill.locks import Lock
@@ -74,10 +75,9 @@ def compile_program(program: CuteProgram, arch: str, *, verbose: bool = False) -
         raise ArgumentError(f"the CuTe DSL compiles for targets such as sm_90a, not for {arch!r}")
     version = compiler_version()
     with _compiling, _hook_kept():
-        function = program.imported()
-        arguments = _arguments(program, function)
         try:
-            cubin, _ = compiled(function, arguments, arch)
+            function = program.imported()
+            cubin, _ = compiled(function, _arguments(program, function), arch)
         except Exception as error:  # of many kinds, most of them the DSL's own
             raise _compile_error(program, arch, error) from error
     symbols = list(resource_usage(Binary(cubin, {}, "", version)))
@@ -115,10 +115,8 @@ def installed_version() -> str:
     """
     if why_missing() is not None:
         return ""
-    try:
-        return f"cutedsl {importlib.metadata.version(DISTRIBUTION)}"
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    found = installed(DISTRIBUTION)
+    return f"cutedsl {found}" if found else ""
 
 
 def headers_version(program: CuteProgram) -> str:
@@ -138,11 +136,7 @@ def _is_installed() -> bool:
     # To look for a version of what is not there takes 8 ms, and a first call, all of it, 30.
     if "cutlass" not in sys.modules and importlib.util.find_spec("cutlass") is None:
         return False
-    try:
-        importlib.metadata.version(DISTRIBUTION)
-    except importlib.metadata.PackageNotFoundError:
-        return False  # another package of this name
-    return True
+    return installed(DISTRIBUTION) != ""  # else another package of this name
 
 
 def _arguments(program: CuteProgram, function: Any) -> list[Any]:
@@ -179,13 +173,18 @@ def _dsl() -> Any:
     try:
         # Only one thread: another would take the DSL's hook for the user's, and put that back.
         with _importing, _hook_kept():
-            import cutlass
-            from cutlass import cute  # noqa: F401
-    except ImportError as error:
+            cutlass = imported("cutlass")
+            imported("cutlass.cute")
+    except NotImportableError as error:
         raise CompilerUnavailable(
             f"the CuTe DSL cannot be imported ({error}); install it with: {EXTRA}"
         ) from error
-    if tuple(int(part) for part in cutlass.__version__.split(".")[:2]) < _LEAST:
+    found = release(cutlass)
+    if found is None:
+        raise CompilerUnavailable(
+            f"the CuTe DSL does not tell its version; install it with: {EXTRA}"
+        )
+    if found < _LEAST:
         raise CompilerUnavailable(
             f"CuTe DSL {cutlass.__version__} is older than {'.'.join(map(str, _LEAST))}, the first "
             f"that gristmill's kernels are compiled with; install it with: {EXTRA}"
@@ -204,6 +203,8 @@ def _hook_kept() -> Iterator[None]:
 
 
 def _compile_error(program: CuteProgram, arch: str, error: Exception) -> CompileError:
+    if isinstance(error, ArgumentError):
+        raise error
     log = _COLOUR.sub("", f"{type(error).__name__}: {error}")
     told = _ERROR.search(log)
     what = told[1] if told else next((line for line in log.splitlines() if line.strip()), "")

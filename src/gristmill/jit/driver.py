@@ -15,6 +15,7 @@ from typing import Any
 
 from gristmill.errors import CompilerUnavailable, DriverError
 from gristmill.jit.once import Once
+from gristmill.jit.optional import NotImportableError, imported
 from gristmill.jit.program import arch_of
 
 INVALID_CONTEXT = 201  # the thread that calls has none, or that of another device
@@ -28,10 +29,11 @@ _initialised_in = 0  # the process that did; a fork of it cannot use the driver
 def bindings() -> Any:
     """The module `cuda.bindings.driver`, with the driver initialised. Errors are not remembered."""
     try:
-        from cuda.bindings import driver
-    except ImportError as error:
+        driver = imported("cuda.bindings.driver")
+    except NotImportableError as error:
         raise CompilerUnavailable(
-            f'cuda-bindings is missing ({error}); install it with: pip install "gristmill[nvrtc]"'
+            f"cuda-bindings cannot be imported ({error}); "
+            'install it with: pip install "gristmill[nvrtc]"'
         ) from error
     global _initialised_in
     try:

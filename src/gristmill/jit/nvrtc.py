@@ -8,7 +8,6 @@ NVRTC runs without Python's lock, so other threads go on meanwhile.
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import importlib.util
 import re
 from pathlib import Path
@@ -16,10 +15,13 @@ from typing import Any
 
 from gristmill.errors import CompileError, CompilerUnavailable
 from gristmill.jit.binary import Binary
+from gristmill.jit.optional import NotImportableError, imported
+from gristmill.jit.optional import installed_version as installed
 from gristmill.jit.program import Program
 
 _INSTALL = 'install it with: pip install "gristmill[nvrtc]"'
 
+_RELEASE = re.compile(r"\d+\.\d+")
 # "norm.cu(12): error: ..." and, in some messages, "norm.cu(12): catastrophic error: ..."
 _ERROR_LINE = re.compile(r"^(?P<file>[^\s(][^(\n]*)\((?P<line>\d+)\): .*?error.*$", re.MULTILINE)
 
@@ -82,11 +84,8 @@ def installed_version() -> str:
 
 @functools.lru_cache(maxsize=1)
 def _installed(package: str) -> str:
-    try:
-        major, minor, *_ = importlib.metadata.version(package).split(".")
-    except (importlib.metadata.PackageNotFoundError, ValueError):
-        return ""
-    return f"nvrtc {major}.{minor}"
+    match = _RELEASE.match(installed(package))
+    return f"nvrtc {match[0]}" if match else ""
 
 
 def headers_version(program: Program) -> str:
@@ -132,10 +131,9 @@ def _include_dirs() -> list[Path]:
 def _loaded() -> tuple[Any, str]:
     """The binding module and the compiler's version; CompilerUnavailable is not remembered."""
     try:
-        from cuda.bindings import nvrtc
-
+        nvrtc = imported("cuda.bindings.nvrtc")
         status, major, minor = nvrtc.nvrtcVersion()
-    except ImportError as error:
+    except NotImportableError as error:
         raise CompilerUnavailable(
             f"cuda-bindings cannot be imported ({error}); {_INSTALL}"
         ) from error

@@ -47,6 +47,7 @@ class PythonProgram:
     package: ClassVar[str]
     prefix: ClassVar[str] = ""  # of keys
     last_parameters: ClassVar[str] = ""  # that the compiler adds, as struct has them
+    facts: ClassVar[tuple[str, ...]] = ("shared", "threads")  # that its binaries have
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -13,7 +13,6 @@ Triton 3.6 and 3.7, and is compared with the loaded kernel before its first laun
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +21,8 @@ from typing import Any, ClassVar
 
 from gristmill.errors import ArgumentError, CompileError, CompilerUnavailable
 from gristmill.jit.binary import Binary
+from gristmill.jit.optional import NotImportableError, imported, release
+from gristmill.jit.optional import installed_version as installed
 from gristmill.jit.python_sources import PythonProgram
 from gristmill.locks import Lock
 
@@ -51,6 +52,7 @@ class TritonProgram(PythonProgram):
 
     package: ClassVar[str] = "gristmill.kernels.triton"
     last_parameters: ClassVar[str] = "QQ"
+    facts: ClassVar[tuple[str, ...]] = ("shared", "threads", "scratch_bytes")
 
     def options(self) -> dict[str, Any]:
         return {
@@ -63,9 +65,8 @@ def compile_program(program: TritonProgram, arch: str, *, verbose: bool = False)
     """Compile `program` for `arch` ("sm_90a"). `verbose` is of no consequence here."""
     version = compiler_version()
     with _compiling:
-        function = _function(program)
         try:
-            cubin, metadata = _compile(program, function, arch)
+            cubin, metadata = _compile(program, _function(program), arch)
         except Exception as error:  # Triton raises errors of many kinds, RuntimeError among them
             raise _compile_error(program, arch, error) from error
     facts = {
@@ -88,10 +89,8 @@ def installed_version() -> str:
 
     Importing Triton to ask it takes 0.2 s and more.
     """
-    try:
-        return f"triton {importlib.metadata.version('triton')}"
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    found = installed("triton")
+    return f"triton {found}" if found else ""
 
 
 def headers_version(program: TritonProgram) -> str:
@@ -159,10 +158,13 @@ def _capability(arch: str) -> int:
 def _triton() -> Any:
     """The package, imported; CompilerUnavailable is not remembered."""
     try:
-        import triton
-    except ImportError as error:
+        triton = imported("triton")
+    except NotImportableError as error:
         raise CompilerUnavailable(f"Triton cannot be imported ({error}); {_INSTALL}") from error
-    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6):
+    found = release(triton)
+    if found is None:
+        raise CompilerUnavailable(f"Triton does not tell its version; {_INSTALL}")
+    if found < (3, 6):
         raise CompilerUnavailable(
             f"Triton {triton.__version__} is older than 3.6, the first that compiles gristmill's "
             f"kernels; {_INSTALL}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +10,7 @@ import torch
 import torch._inductor.config
 
 from gristmill.bench.inputs import Arguments
+from gristmill.jit.optional import NotImportableError, imported, installed_version
 
 Function = Callable[..., Any]
 Sets = Sequence[Arguments]
@@ -70,17 +69,13 @@ class Peer:
         if device.type == "cpu" and not self.cpu:
             return "needs a GPU"
         try:
-            importlib.import_module(self.module)
-        except Exception as error:  # a broken install fails in any way it likes
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            return f"cannot be imported: {first}"
+            imported(self.module)
+        except NotImportableError as error:
+            return f"cannot be imported: {error}"
         return None
 
     def version(self) -> str:
-        try:
-            return importlib.metadata.version(self.package)
-        except importlib.metadata.PackageNotFoundError:
-            return "unknown"
+        return installed_version(self.package) or "unknown"
 
 
 def compiled(function: Function, *, mode: str | None = None) -> Function:
