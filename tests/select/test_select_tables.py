@@ -4,6 +4,7 @@ import json
 import logging
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,16 @@ import pytest
 from select_fakes import H200, Config, Fake, problem, row_of, table_of
 
 from gristmill.errors import TableError
-from gristmill.select import Device, Row, Table, reset_tables, tables, tables_for
+from gristmill.select import (
+    Device,
+    Problem,
+    Row,
+    Table,
+    Variant,
+    reset_tables,
+    tables,
+    tables_for,
+)
 from gristmill.select.table import row_from_json, row_to_json
 from gristmill.select.tables import TableSource, slug, user_table_path
 from gristmill.settings import reload_settings
@@ -54,6 +64,36 @@ def test_a_row_serves_its_bucket_and_no_other() -> None:
     assert found.lookup(problem(rows=2049), [FIRST]) is None
     assert found.lookup(problem(dims=(("N", 512),)), [FIRST]) is None
     assert found.ignored == {}
+
+
+@pytest.mark.parametrize("threads", [0, -32, 33, 1056, 10**4000])
+def test_a_row_names_a_launch_of_its_variant_or_is_passed_over(threads: int) -> None:
+    class Checked(Fake):
+        def source_hash(self, problem: Problem, config: Any) -> str:
+            assert config.threads in range(32, 1025, 32)  # asked of launches alone
+            return "v1"
+
+    variant = Checked("first", configured=True)
+    row = measured(variant)
+    assert row.config is not None
+    planted = replace(row, config={**row.config, "threads": threads})
+    found = table_of(planted)
+    assert found.lookup(problem(), [variant]) is None
+    reason = "is not a multiple of 32 from 32 to 1024"
+    assert reason in found.ignored[row.key]
+    assert "config of first is rejected: threads=" in found.ignored[row.key]
+    found.put(row)
+    assert found.lookup(problem(), [variant]) == (variant, TUNED)
+    assert found.ignored == {}
+
+
+def test_without_a_rule_of_its_own_a_variant_takes_what_it_would_time() -> None:
+    variant = Fake("first", configured=True, more=[Config(threads=64)])
+    rejects = partial(Variant.rejects, variant, problem())
+    assert rejects(Config(threads=128)) is None
+    assert rejects(Config(threads=64)) is None
+    assert "threads=96" in str(rejects(Config(threads=96)))
+    assert Variant.rejects(Fake("second"), problem(), None) is None
 
 
 def test_file_is_sorted_by_number_with_one_row_per_line(tmp_path: Path) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import datetime
 import fnmatch
+from collections.abc import Iterator
 from pathlib import Path
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from gristmill.cli.common import check_file, console, write_json
-from gristmill.errors import ArgumentError, BundleError, GristmillError
+from gristmill.errors import ArgumentError, BundleError, GristmillError, TableError
 from gristmill.jit import bundle, cache, entry
 from gristmill.jit.bundle import KERNELS, TABLES, Bundle
 from gristmill.jit.folder import (
@@ -21,8 +23,9 @@ from gristmill.jit.folder import (
     why_untrusted,
     write_whole,
 )
-from gristmill.jit.layers import damaged_in, open_layer
+from gristmill.jit.layers import damaged_in, is_bundle, open_layer
 from gristmill.names import counted
+from gristmill.select.tables import check_table
 from gristmill.settings import settings
 
 
@@ -68,7 +71,7 @@ def ls(*, as_json: bool) -> None:
             names = f"{kept.entry.source}: {', '.join(kept.entry.names)}"
             size = f"{kept.size / 1000:.1f}"
             made = _time(kept.modified)
-            table.add_row(names, kept.entry.arch, kept.entry.compiler, size, made)
+            table.add_row(Text(names), kept.entry.arch, kept.entry.compiler, size, made)
         out.print(table)
     total = sum(kept.size for kept in found) / 1e6
     typer.echo(
@@ -120,18 +123,23 @@ def import_(path: Path, sha256: str | None) -> None:
     _refuse_unusable()
     top = settings().cache_dir
     assert top is not None
-    with Bundle.open(path) if sha256 is None else Bundle.open_pinned(path, sha256) as source:
-        # All of it is read and checked before any of it is kept.
-        files = {name: _checked(source, name) for name in source.names}
     added = {KERNELS: 0, TABLES: 0}
-    for name, content in files.items():
-        place = top / name
-        make_private(place.parent, top)
-        if name.startswith(TABLES) and place.exists():
-            typer.echo(f"{place} is there already, and stays as it is")
-            continue
-        write_whole(place, content)
-        added[KERNELS if name.startswith(KERNELS) else TABLES] += 1
+    with Bundle.open(path) if sha256 is None else Bundle.open_pinned(path, sha256) as source:
+        # All of it is checked before any of it is kept: one at a time, for there may be much of it.
+        for name in source.names:
+            if fault := _fault(source, name):
+                raise BundleError(f"bundle {path}: {name}: {fault}")
+        for name in source.names:
+            content = source.read(name)
+            if content is None:
+                raise BundleError(f"bundle {path}: {name}: has changed since it was checked")
+            place = top / name
+            make_private(place.parent, top)
+            if name.startswith(TABLES) and place.exists():
+                typer.echo(f"{place} is there already, and stays as it is")
+                continue
+            write_whole(place, content)
+            added[KERNELS if name.startswith(KERNELS) else TABLES] += 1
     programs, tables = counted(added[KERNELS], "program"), counted(added[TABLES], "table")
     typer.echo(f"{programs} and {tables} imported into {top}")
 
@@ -143,52 +151,80 @@ def verify(path: Path | None) -> None:
     for place in places:
         if place is None:
             continue
-        found = _faults(place)
-        wrong += len(found)
-        for fault in found:
+        count = 0
+        for fault in _faults(place):
             typer.echo(f"{place}: {fault}")
-        typer.echo(f"{place}: {_about(place)}, {counted(len(found), 'problem')}")
+            count += 1
+        typer.echo(f"{place}: {_about(place)}, {counted(count, 'problem')}")
+        wrong += count
     if wrong:
         raise typer.Exit(1)
 
 
-def _faults(place: Path) -> list[str]:
-    if place.is_file():
-        found = []
+def _faults(place: Path) -> Iterator[str]:
+    try:
+        if is_bundle(place):
+            yield from _faults_of_bundle(place)
+        elif place.exists():
+            yield from _faults_of_folder(place)
+        elif place != settings().cache_dir:
+            # The user's own folder is there once something was compiled, and no fault before.
+            yield "is not there"
+    except OSError as error:
+        yield f"cannot be read ({error.strerror or error})"
+
+
+def _faults_of_bundle(path: Path) -> Iterator[str]:
+    try:
+        with Bundle.open_unchecked(path) as source:
+            for name in source.names:
+                if fault := _fault(source, name):
+                    yield f"{name}: {fault}"
+        Bundle.open(path).close()
+    except BundleError as error:
+        yield str(error).removeprefix(f"bundle {path}: ")
+
+
+def _faults_of_folder(place: Path) -> Iterator[str]:
+    kernels, tables = place / "kernels", place / "tables"
+    if reason := why_untrusted(kernels, place):
+        yield f"is not used: {reason}"
+        return
+    for path in stale_parts(kernels):
+        yield f"{path.name}: was left by a writer that was killed"
+    yield from damaged_in(kernels)
+    if reason := why_untrusted(tables, place):
+        yield f"its tables are not used: {reason}"
+        return
+    for name in names_in(tables, suffix=".json"):
         try:
-            found += bundle.damages(place)
-            Bundle.open(place).close()
-        except BundleError as error:
-            found.append(str(error).removeprefix(f"bundle {place}: "))
-        return found
-    if not place.exists():
-        # Nobody has compiled anything yet, which is no fault of the user's own folder.
-        return [] if place == settings().cache_dir else ["is not there"]
-    folder = place / "kernels"
-    if reason := why_untrusted(folder, place):
-        return [f"is not used: {reason}"]
-    found = [f"{path.name}: was left by a writer that was killed" for path in stale_parts(folder)]
-    return found + damaged_in(folder)
+            check_table(name, read_file(tables, name))
+        except OSError as error:
+            yield f"{name}: cannot be read ({error.strerror or error})"
+        except TableError as error:
+            yield str(error)
 
 
 def _about(place: Path) -> str:
-    if not place.is_file():
+    if not is_bundle(place):
         return counted(len(names_in(place / "kernels", suffix=entry.SUFFIX)), "program")
     try:
         with Bundle.open_unchecked(place) as opened:
             count = sum(name.startswith(KERNELS) for name in opened.names)
             return f"{counted(count, 'program')}, sha256 {opened.sha256()}"
-    except BundleError:
+    except (BundleError, OSError):
         return "no programs"
 
 
-def _checked(source: Bundle, name: str) -> bytes:
-    content = source.read(name)
-    if content is None:
-        raise BundleError(f"bundle {source.path}: {name} is not what the manifest says")
-    if name.startswith(KERNELS) and not bundle.is_kernel(name.removeprefix(KERNELS), content):
-        raise BundleError(f"bundle {source.path}: {name} holds no kernel, or another one")
-    return content
+def _fault(source: Bundle, name: str) -> str | None:
+    """What is wrong with a member of a bundle, if anything."""
+    fault = source.fault(name)
+    if fault is None and name.startswith(TABLES):
+        try:
+            check_table(name.removeprefix(TABLES), source.read(name) or b"")
+        except TableError as error:
+            return str(error)
+    return fault
 
 
 def _tables() -> list[tuple[str, bytes]]:
@@ -197,12 +233,22 @@ def _tables() -> list[tuple[str, bytes]]:
     folder = top / "tables"
     if why_untrusted(folder, top) is not None:
         return []
-    names = [name for name in names_in(folder) if bundle.is_name(TABLES + name)]
-    return [(name, read_file(folder, name)) for name in names]
+    found = []
+    for name in names_in(folder):
+        if bundle.is_name(TABLES + name):
+            content = read_file(folder, name)
+            try:
+                check_table(name, content)
+            except TableError as error:
+                typer.echo(f"left out: {error}", err=True)
+                continue
+            found.append((name, content))
+    return found
 
 
 def _refuse_unusable() -> None:
-    if reason := cache.why_unusable():
+    top = settings().cache_dir
+    if reason := cache.why_unusable() or (top and why_untrusted(top / "tables", top)):
         raise GristmillError(f"cache: {reason}")
 
 

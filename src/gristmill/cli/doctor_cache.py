@@ -9,7 +9,7 @@ from typing import Any
 from gristmill.errors import BundleError
 from gristmill.jit import cache
 from gristmill.jit.bundle import damages
-from gristmill.jit.layers import damaged_in, open_layer
+from gristmill.jit.layers import damaged_in, is_bundle, open_layer
 from gristmill.names import counted
 from gristmill.settings import settings
 
@@ -54,7 +54,7 @@ def layer_reports() -> list[Report]:
 def _layer(path: Path) -> Report:
     report: Report = {
         "path": str(path),
-        "kind": "bundle" if path.is_file() else "folder",
+        "kind": "bundle" if is_bundle(path) else "folder",
         "problem": None,
         "programs": 0,
         "damaged": [],
@@ -65,7 +65,7 @@ def _layer(path: Path) -> Report:
         return report
     report["programs"] = layer.count()
     try:
-        report["damaged"] = damages(path) if path.is_file() else damaged_in(path / "kernels")
+        report["damaged"] = damages(path) if is_bundle(path) else damaged_in(path / "kernels")
     except (OSError, BundleError) as error:
         report["problem"] = str(error)
     return report

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.markup import escape
 from rich.table import Table as Grid
+from rich.text import Text
 
 from gristmill.cli.common import console, torch_device, write_json
 from gristmill.names import counted
@@ -65,13 +65,17 @@ def _show(rows: Sequence[ListedRow], device: Device) -> None:
             grid.add_column(title, overflow="fold")
         for one in rows:
             row, second = one.row, one.row.second
+            runs = Text(row.variant)
+            if one.stale:
+                runs.append(f"\nstale: {one.stale}", style="red")
+            # As text: what a file says is no markup.
             grid.add_row(
-                row.key,
-                f"{row.variant}\n[red]stale: {escape(one.stale)}[/]" if one.stale else row.variant,
+                Text(row.key),
+                runs,
                 f"{row.us:.2f}",
                 f"{row.spread_us:.2f}",
-                "" if second is None else f"{second.variant} {second.us:.2f}",
-                f"{row.date}, rows={row.rows}, {row.candidates} candidates",
+                "" if second is None else Text(f"{second.variant} {second.us:.2f}"),
+                Text(f"{row.date}, rows={row.rows}, {row.candidates} candidates"),
                 one.source,
             )
         out.print(grid)

@@ -4,6 +4,10 @@ It is a zip, so that any tool can list it, with a manifest that any tool can rea
 goes by the manifest alone: the zip's comment says where that is and what its hash is, and it says
 where every member is and what its hash is. So one kernel of ten thousand is one read, and whatever
 was changed in the file since is not found in it.
+
+A bundle may come from anywhere, so what it costs to read is bounded before it is read: no two
+members share a byte, and none inflates to more than `_MOST_RATIO` times its size in the file. All
+members together are then at most that many times the file, one at a time in memory.
 """
 
 from __future__ import annotations
@@ -13,10 +17,11 @@ import io
 import json
 import os
 import re
+import stat
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,6 +29,7 @@ from typing import Any, BinaryIO
 from gristmill.errors import BundleError
 from gristmill.jit import entry
 from gristmill.jit.folder import MOST_BYTES, UntrustedError, open_file, open_folder, write_whole
+from gristmill.log import one_line
 from gristmill.version import __version__
 
 FORMAT = 1
@@ -35,8 +41,16 @@ _COMMENT = re.compile(
 )
 _COMMENT_BYTES = 256  # no comment of ours is longer
 _LOCAL_HEADER = 30  # bytes of a zip's, before a name and an extra field
-_NAME = re.compile(r"(kernels/[A-Za-z0-9_.-]+\.kernel|tables/[A-Za-z0-9_.-]+\.json)")
-_MOST_MANIFEST = 256 * 1024 * 1024
+# As long as a file's name may be while it is written.
+_NAME = re.compile(r"(kernels/[A-Za-z0-9_.-]{1,220}\.kernel|tables/[A-Za-z0-9_.-]{1,220}\.json)")
+# Every kernel for one GPU is 14,000 files, together 110 MB: room for those of twenty GPUs.
+MOST_FILE = 2 * 1024**3
+# A file takes some 220 bytes of it: room for 150,000.
+_MOST_MANIFEST = 32 * 1024 * 1024
+# A file has 5 values there. Values without text take 25 times their JSON in memory.
+_VALUE_BYTES = 16
+# Kernels deflate to a third or a fifth, tables to a twentieth.
+_MOST_RATIO = 100
 
 
 @dataclass(frozen=True)
@@ -48,13 +62,20 @@ class Member:
     size: int
     sha256: str
 
-    def check(self) -> None:
-        """ValueError if these are not numbers of bytes and a hash."""
+    def check(self, most: int = MOST_BYTES) -> None:
+        """ValueError if these are no numbers of bytes and hash, or more than a file may cost."""
         for number in (self.at, self.packed, self.size):
             if type(number) is not int or not 0 <= number < 2**62:
                 raise ValueError(f"{number!r} is no number of bytes")
         if not isinstance(self.sha256, str):
             raise ValueError(f"{self.sha256!r} is no hash")
+        if max(self.size, self.packed) > most:
+            raise ValueError(f"{max(self.size, self.packed)} bytes are more than {most}")
+        if self.size > self.packed * _MOST_RATIO:
+            raise ValueError(
+                f"{self.packed} bytes that inflate to {self.size} are more than {_MOST_RATIO} "
+                f"times as many"
+            )
 
 
 class Bundle:
@@ -88,20 +109,21 @@ class Bundle:
     @classmethod
     def open_pinned(cls, path: Path, sha256: str) -> Bundle:
         """A private copy of the file at `path`, if that is its hash; whoever can write there."""
-        total = hashlib.sha256()
-        with path.open("rb") as source, tempfile.TemporaryFile() as copy:
-            while piece := source.read(1 << 20):
-                total.update(piece)
-                copy.write(piece)
-            copy.flush()
-            if total.hexdigest() != sha256.strip().lower():
-                raise BundleError(f"bundle {path}: its sha256 is {total.hexdigest()}, not {sha256}")
-            return cls._adopt(path, os.dup(copy.fileno()))
+        handle = _open_plain(path)
+        try:
+            # Copied only once its hash is right, and hashed again: it may have changed meanwhile.
+            _pinned(path, handle, sha256)
+            with tempfile.TemporaryFile() as copy:
+                _pinned(path, handle, sha256, copy)
+                copy.flush()
+                return cls._adopt(path, os.dup(copy.fileno()))
+        finally:
+            os.close(handle)
 
     @classmethod
     def open_unchecked(cls, path: Path) -> Bundle:
         """As `open`, of a file that need not be trusted: nothing of it may be run."""
-        return cls._adopt(path, os.open(path, os.O_RDONLY))
+        return cls._adopt(path, _open_plain(path))
 
     @classmethod
     def _adopt(cls, path: Path, handle: int) -> Bundle:
@@ -134,16 +156,24 @@ class Bundle:
         member = self._members.get(name)
         return None if member is None else self._inflated(member)
 
+    def fault(self, name: str) -> str | None:
+        """What is wrong with a member, if anything; of tables only whether they are whole."""
+        content = self.read(name)
+        if content is None:
+            return "is not what the manifest says"
+        if name.startswith(KERNELS) and not is_kernel(name.removeprefix(KERNELS), content):
+            return "holds no kernel, or another one"
+        return None
+
     def sha256(self) -> str:
         """The hash of the whole file."""
-        total, at = hashlib.sha256(), 0
-        while piece := os.pread(self._handle, 1 << 20, at):
+        total = hashlib.sha256()
+        for piece in _pieces(self._handle):
             total.update(piece)
-            at += len(piece)
         return total.hexdigest()
 
     def _read_manifest(self) -> tuple[dict[str, Member], Mapping[str, Any]]:
-        end = os.fstat(self._handle).st_size
+        end = _size(self.path, self._handle)
         tail = os.pread(self._handle, _COMMENT_BYTES, max(0, end - _COMMENT_BYTES))
         found = list(_COMMENT.finditer(tail))
         if not found or found[-1].end() != len(tail):
@@ -153,27 +183,20 @@ class Bundle:
             raise BundleError(
                 f"bundle {self.path}: has format {form}, and gristmill {__version__} reads {FORMAT}"
             )
-        member = Member(at, packed, size, found[-1][5].decode())
+        own = Member(at, packed, size, found[-1][5].decode())
         if at + packed > end:
             raise BundleError(f"bundle {self.path}: is no bundle of gristmill, or not a whole one")
-        content = self._inflated(member, _MOST_MANIFEST)
-        if content is None:
-            raise BundleError(f"bundle {self.path}: its manifest is damaged")
         try:
-            manifest = json.loads(content)
-            members = {name: Member(**about) for name, about in manifest.pop("files").items()}
-            for one in members.values():
-                one.check()
+            own.check(_MOST_MANIFEST)
+            members, manifest = _parsed(self._inflated(own))
+            _check(members, own, end)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise BundleError(f"bundle {self.path}: its manifest is damaged ({error})") from error
-        for name in members:
-            if not is_name(name):
-                raise BundleError(f"bundle {self.path}: has a member named {name!r}")
+            raise BundleError(
+                f"bundle {self.path}: its manifest is damaged ({one_line(error, 300)})"
+            ) from error
         return members, manifest
 
-    def _inflated(self, member: Member, most: int = MOST_BYTES) -> bytes | None:
-        if max(member.size, member.packed) > most:
-            return None
+    def _inflated(self, member: Member) -> bytes | None:
         try:
             packed = os.pread(self._handle, member.packed, member.at)
             content = zlib.decompressobj(-zlib.MAX_WBITS).decompress(packed, member.size + 1)
@@ -193,23 +216,23 @@ def write(
     files = {KERNELS + name: content for name, content in kernels}
     files |= {TABLES + name: content for name, content in tables}
     made = io.BytesIO()
-    _write_zip(made, dict(sorted(files.items())))
+    members, own = _write_zip(made, dict(sorted(files.items())))
     content = made.getvalue()
+    try:
+        _check(members, own, len(content))
+    except ValueError as error:
+        raise BundleError(
+            f"bundle {path}: cannot be made, as none would be read: {error}"
+        ) from error
     write_whole(path, content, mode=0o644)
     return hashlib.sha256(content).hexdigest()
 
 
 def damages(path: Path) -> list[str]:
     """What is wrong with the bundle at `path`, member by member; BundleError if it is none."""
-    found = []
     with Bundle.open_unchecked(path) as bundle:
-        for name in bundle.names:
-            content = bundle.read(name)
-            if content is None:
-                found.append(f"{name}: is not what the manifest says")
-            elif name.startswith(KERNELS) and not is_kernel(name.removeprefix(KERNELS), content):
-                found.append(f"{name}: holds no kernel, or another one")
-    return found
+        faults = ((name, bundle.fault(name)) for name in bundle.names)
+        return [f"{name}: {fault}" for name, fault in faults if fault is not None]
 
 
 def is_name(name: str) -> bool:
@@ -223,27 +246,94 @@ def is_kernel(name: str, content: bytes) -> bool:
     return about is not None and about.key == entry.key_in(name)
 
 
-def _write_zip(file: BinaryIO, files: Mapping[str, bytes]) -> None:
-    members = {}
+def _open_plain(path: Path) -> int:
+    """A handle of a plain file that anybody may have written; a pipe does not make it wait."""
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise BundleError(f"bundle {path}: is no plain file")
+    return handle
+
+
+def _size(path: Path, handle: int) -> int:
+    size = os.fstat(handle).st_size
+    if size > MOST_FILE:
+        raise BundleError(f"bundle {path}: has {size} bytes, and none has more than {MOST_FILE}")
+    return size
+
+
+def _pinned(path: Path, handle: int, sha256: str, copy: BinaryIO | None = None) -> None:
+    """Hash a file, and copy it where that is asked for; BundleError if it is another one."""
+    _size(path, handle)
+    total = hashlib.sha256()
+    for piece in _pieces(handle):
+        total.update(piece)
+        if copy is not None:
+            copy.write(piece)
+    if total.hexdigest() != sha256.strip().lower():
+        raise BundleError(f"bundle {path}: its sha256 is {total.hexdigest()}, not {sha256}")
+
+
+def _pieces(handle: int) -> Iterator[bytes]:
+    """The content of a file, not much further than a bundle goes: it may grow meanwhile."""
+    at = 0
+    while at <= MOST_FILE and (piece := os.pread(handle, 1 << 20, at)):
+        yield piece
+        at += len(piece)
+
+
+def _parsed(content: bytes | None) -> tuple[dict[str, Member], Mapping[str, Any]]:
+    """The members that a manifest tells of, and what else it says; ValueError, among others."""
+    if content is None:
+        raise ValueError("it is not what its hash is of")
+    if sum(map(content.count, (b",", b"[", b"{"))) * _VALUE_BYTES > len(content) + 1000:
+        raise ValueError("it has too many values for its size")
+    manifest = json.loads(content)
+    return {name: Member(**about) for name, about in manifest.pop("files").items()}, manifest
+
+
+def _check(members: Mapping[str, Member], own: Member, end: int) -> None:
+    """ValueError if these cannot be the members of a file of `end` bytes; `own`: the manifest."""
+    if end > MOST_FILE:
+        raise ValueError(f"{end} bytes are more than {MOST_FILE}")
+    own.check(_MOST_MANIFEST)
+    for name, one in members.items():
+        if not is_name(name):
+            raise ValueError(f"it has a member named {name!r}")
+        try:
+            one.check()
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+    before, after = "", 0
+    for name, one in sorted({**members, _MANIFEST: own}.items(), key=lambda item: item[1].at):
+        if one.at < after:
+            raise ValueError(f"{name} and {before} share bytes")
+        before, after = name, one.at + one.packed
+        if after > end:
+            raise ValueError(f"{name} ends beyond the file")
+
+
+def _write_zip(file: BinaryIO, files: Mapping[str, bytes]) -> tuple[dict[str, Member], Member]:
+    """Where the files and the manifest stand in it."""
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, content in files.items():
-            members[name] = vars(_add(archive, file, name, content))
+        members = {name: _add(archive, name, content) for name, content in files.items()}
         keys = [entry.key_in(name) for name in files if name.startswith(KERNELS)]
         manifest = {
             "gristmill": __version__,
             "archs": sorted({word for key in keys for word in key.split("-")[-2:-1]}),
             "kernels": len(keys),
-            "files": members,
+            "files": {name: vars(member) for name, member in members.items()},
         }
         content = json.dumps(manifest, indent=0).encode()
-        own = _add(archive, file, _MANIFEST, content)
+        own = _add(archive, _MANIFEST, content)
         archive.comment = (
             f"gristmill bundle {FORMAT} at {own.at} packed {own.packed} size {own.size} "
             f"sha256 {own.sha256}"
         ).encode()
+    return members, own
 
 
-def _add(archive: zipfile.ZipFile, file: BinaryIO, name: str, content: bytes) -> Member:
+def _add(archive: zipfile.ZipFile, name: str, content: bytes) -> Member:
     info = zipfile.ZipInfo(name)  # with the date that zip begins at: the same files, the same bytes
     info.compress_type = zipfile.ZIP_DEFLATED
     info.external_attr = 0o644 << 16

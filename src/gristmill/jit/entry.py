@@ -2,8 +2,9 @@
 
     magic | sha256 of all that follows | length of the header | header (JSON) | cubin
 
-The header says what the cubin is and who made it. Whatever does not read back exactly is None: a
-damaged file is a kernel that is not there, never an error.
+The header says what the cubin is and who made it. Whatever does not read back exactly, or has a
+value of another kind than is written, is None: a damaged file is a kernel that is not there, never
+an error.
 """
 
 from __future__ import annotations
@@ -17,12 +18,17 @@ from typing import Any
 
 from gristmill.jit.binary import Binary
 from gristmill.jit.compilers import Compilable
+from gristmill.jit.python_sources import PythonProgram
 
 SUFFIX = ".kernel"
 
 _MAGIC = b"gristmill kernel 1\n"
 _LENGTH = struct.Struct("<I")
 _HASH_BYTES = 32
+# Headers have some 1 KB; read as JSON, one could take 25 times its size in memory.
+_MOST_HEADER = 4 * 1024 * 1024
+_TEXTS = ("key", "source", "arch", "compiler", "headers", "log")
+_MOST_FACT = 2**31  # all are numbers of bytes or threads of one block
 
 
 @dataclass(frozen=True)
@@ -81,19 +87,21 @@ def decode(content: bytes, program: Compilable, arch: str) -> Binary | None:
     if found is None:
         return None
     header, cubin = found
-    try:
-        if header["key"] != program.key(arch) or set(header["lowered"]) != set(program.names):
-            return None
-        return Binary(
-            cubin,
-            header["lowered"],
-            header["log"],
-            header["compiler"],
-            header["headers"],
-            header["facts"],
-        )
-    except (KeyError, TypeError):
+    facts = program.facts if isinstance(program, PythonProgram) else ()
+    if (
+        header["key"] != program.key(arch)
+        or set(header["lowered"]) != set(program.names)
+        or not header["facts"].keys() >= set(facts)
+    ):
         return None
+    return Binary(
+        cubin,
+        header["lowered"],
+        header["log"],
+        header["compiler"],
+        header["headers"],
+        header["facts"],
+    )
 
 
 def describe(content: bytes) -> Entry | None:
@@ -102,27 +110,41 @@ def describe(content: bytes) -> Entry | None:
     if found is None:
         return None
     header = found[0]
-    try:
-        return Entry(
-            key=header["key"],
-            source=header["source"],
-            names=tuple(header["names"]),
-            arch=header["arch"],
-            compiler=header["compiler"],
-        )
-    except (KeyError, TypeError):
-        return None
+    return Entry(
+        key=header["key"],
+        source=header["source"],
+        names=tuple(header["names"]),
+        arch=header["arch"],
+        compiler=header["compiler"],
+    )
 
 
 def _parsed(content: bytes) -> tuple[dict[str, Any], bytes] | None:
     """Header and cubin of whole content of this format."""
     hash_at, body_at = len(_MAGIC), len(_MAGIC) + _HASH_BYTES
-    body = content[body_at:]
+    body = memoryview(content)[body_at:]
     if not content.startswith(_MAGIC) or hashlib.sha256(body).digest() != content[hash_at:body_at]:
         return None
     try:
         (length,) = _LENGTH.unpack_from(body)
-        header = json.loads(body[_LENGTH.size :][:length])
+        if length > min(_MOST_HEADER, len(body) - _LENGTH.size):
+            return None
+        header = json.loads(bytes(body[_LENGTH.size :][:length]))
     except (struct.error, ValueError, RecursionError):
         return None
-    return (header, body[_LENGTH.size + length :]) if isinstance(header, dict) else None
+    return (header, bytes(body[_LENGTH.size + length :])) if _is_header(header) else None
+
+
+def _is_header(found: Any) -> bool:
+    """Whether all that `encode` writes is there, each of its kind."""
+    if not isinstance(found, dict) or not all(isinstance(found.get(one), str) for one in _TEXTS):
+        return False
+    names, lowered, facts = found.get("names"), found.get("lowered"), found.get("facts")
+    return (
+        isinstance(names, list)
+        and all(isinstance(one, str) for one in names)
+        and isinstance(lowered, dict)
+        and all(isinstance(one, str) for one in lowered.values())
+        and isinstance(facts, dict)
+        and all(type(one) is int and 0 <= one < _MOST_FACT for one in facts.values())
+    )

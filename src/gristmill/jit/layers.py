@@ -104,6 +104,14 @@ class BundleLayer:
         return sum(not name.startswith(TABLES) for name in self._bundle.names)
 
 
+def is_bundle(path: Path) -> bool:
+    """Whether `path` is a file, and so a bundle if it is a layer; False where that is not known."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
 def damaged_in(folder: Path) -> list[str]:
     """What is wrong with the kernels in a folder, file by file."""
     found = []
@@ -145,7 +153,7 @@ def forget_layers() -> None:
 
 def _open(path: Path) -> Layer | str:
     try:
-        return BundleLayer(path) if path.is_file() else FolderLayer(path)
+        return BundleLayer(path) if is_bundle(path) else FolderLayer(path)
     except BundleError as error:
         return str(error)
     except OSError as error:

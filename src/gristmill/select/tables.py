@@ -15,7 +15,7 @@ from gristmill.errors import TableError
 from gristmill.jit.folder import open_file, read_file, why_untrusted
 from gristmill.jit.layers import layers
 from gristmill.locks import Lock
-from gristmill.log import warn_once
+from gristmill.log import one_line, warn_once
 from gristmill.select.table import Row, Table, parse
 from gristmill.settings import settings
 
@@ -128,7 +128,20 @@ def table_name(device: Device) -> str:
 
 
 def user_table(device: Device) -> bytes | None:
-    """The user's own table as it is on disk, if it may be trusted; the reason is told once."""
+    """The user's own table as it is on disk, if it may be used; the reason is told once."""
+    found = _own_table(device)
+    return None if found is None else found[0]
+
+
+def check_table(name: str, content: bytes) -> Table:
+    """The table in a file of this name; TableError if it holds none, or that of another GPU."""
+    table = parse(_decoded(content, name), name)
+    if name != f"{slug(table.gpu)}.json":
+        raise TableError(f"table {name}: is for {table.gpu!r}, which has {slug(table.gpu)}.json")
+    return table
+
+
+def _own_table(device: Device) -> tuple[bytes, Table] | None:
     path, top = user_table_path(device), settings().cache_dir
     if path is None or top is None or not _may_exist(path):
         return None
@@ -136,10 +149,12 @@ def user_table(device: Device) -> bytes | None:
         warn_once(f"table {path}", f"table {path}: {reason}; it is ignored")
         return None
     try:
-        return read_file(path.parent, path.name)
+        content = read_file(path.parent, path.name)
     except OSError as error:
         warn_once(f"table {path}", f"table {path}: {error.strerror or error}; it is ignored")
         return None
+    table = _table_of(content, str(path), device)
+    return None if table is None else (content, table)
 
 
 def _may_exist(path: Path) -> bool:
@@ -150,10 +165,9 @@ def _may_exist(path: Path) -> bool:
 
 
 def _user_table(device: Device) -> TableSource | None:
-    if settings().table != "on" or (content := user_table(device)) is None:
+    if settings().table != "on" or (found := _own_table(device)) is None:
         return None
-    note = f"measured on this machine's {device.name}"
-    return _source(content, str(user_table_path(device)), device, "user table", note)
+    return TableSource("user table", found[1], f"measured on this machine's {device.name}")
 
 
 def _layer_tables(device: Device) -> list[TableSource]:
@@ -164,21 +178,22 @@ def _layer_tables(device: Device) -> list[TableSource]:
     for layer in layers():
         content = layer.table(table_name(device))
         if content is not None:
+            table = _table_of(content, str(layer.path), device)
             note = f"measured on {device.name}, in {layer.path}"
-            source = _source(content, str(layer.path), device, "table of a layer", note)
-            found += [] if source is None else [source]
+            found += [] if table is None else [TableSource("table of a layer", table, note)]
     return found
 
 
-def _source(content: bytes, path: str, device: Device, label: str, note: str) -> TableSource | None:
+def _table_of(content: bytes, path: str, device: Device) -> Table | None:
+    """The table of this GPU in the content of a file; where it is none, the reason is told once."""
     try:
         table = parse(_decoded(content, path), path)
         if table.gpu != device.name:
             raise TableError(f"table {path}: is for {table.gpu!r}, not for {device.name!r}")
     except TableError as error:
-        warn_once(f"table {path}", f"{error}; it is ignored")
+        warn_once(f"table {path}", f"{one_line(error)}; it is ignored")
         return None
-    return TableSource(label, table, note)
+    return table
 
 
 def _decoded(content: bytes, path: str) -> str:
