@@ -20,7 +20,6 @@ from gristmill.ops.nvfp4_linear.cases import forward_example
 from gristmill.ops.nvfp4_linear.mma import MOST_TOKENS, Mma
 from gristmill.ops.nvfp4_linear.mma_configs import MmaConfig, Shares, Slots, candidates, estimate
 from gristmill.ops.nvfp4_linear.problem import forward_problem
-from gristmill.select.configs import config_from_json, config_to_json
 from gristmill.select.device import KNOWN
 from gristmill.select.problem import Problem
 
@@ -179,15 +178,3 @@ def test_what_it_does_not_do_with_other_tensors() -> None:
         assert reason in (Mma().supports(other) or "")
     turing = replace(problem.device, capability=(7, 5), arch="sm_75")
     assert "8.0" in (Mma().supports(replace(problem, device=turing)) or "")
-
-
-@pytest.mark.parametrize(
-    "change", [{"tokens": 24}, {"slabs": 0}, {"groups": 0}, {"depth": 0}, {"shares": 3}], ids=str
-)
-def test_a_config_that_is_none_is_not_taken_from_a_table(change: dict[str, int]) -> None:
-    good = MmaConfig(8, 1, 4, 8)
-    values = config_to_json(good)
-    assert values is not None
-    assert config_from_json(MmaConfig, values) == good
-    with pytest.raises(ValueError, match=next(iter(change))):
-        config_from_json(MmaConfig, {**values, **change})

@@ -40,9 +40,8 @@ def _prepare(
     program: TritonProgram, device_index: int, *, grid: int, dependent: bool
 ) -> Callable[..., None]:
     function = program.imported()
-    assert dependent, "sm_90 has dependent launches"
     constants = dict(program.constants)
-    assert constants.pop("DEPENDENT") is True
+    assert constants.pop("DEPENDENT") is dependent
     assert constants.pop("EMULATED") is False
 
     def run(stream: int, *values: Any) -> None:

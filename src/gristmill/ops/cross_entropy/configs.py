@@ -99,9 +99,14 @@ def block_backward(problem: Problem, details: Details) -> RowConfig:
     vectors = details.layout.vectors
     # Small blocks: 8192x32768 takes 261 us, 272 with 256 threads of 4; 4096x262144 1026 and 1074.
     items = unroll(details, (2 if vectors > BLOCK_SHARE else 4) if whole_vectors(details) else 8)
-    members = max(1, -(-vectors // BLOCK_SHARE))
-    threads = max(64, min(128, warps(-(-vectors // (members * items)))))
-    return RowConfig(threads, items, cluster=members, feed=STREAM, hold=False)
+    count = members(details)
+    threads = max(64, min(128, warps(-(-vectors // (count * items)))))
+    return RowConfig(threads, items, cluster=count, feed=STREAM, hold=False)
+
+
+def members(details: Details) -> int:
+    """Blocks that share a row in the backward."""
+    return max(1, -(-details.layout.vectors // BLOCK_SHARE))
 
 
 def longest_one_pass(scope: str, problem: Problem, details: Details) -> int:

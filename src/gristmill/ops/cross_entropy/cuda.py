@@ -6,7 +6,7 @@ One kernel template (kernels/cuda/cross_entropy.cu); a variant is a scope of it:
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +16,6 @@ from gristmill.ops import launch
 from gristmill.ops.cross_entropy import configs, reference, semantics
 from gristmill.ops.cross_entropy.problem import Details
 from gristmill.ops.plain import laid_out
-from gristmill.ops.rows.candidates import STREAM
 from gristmill.ops.rows.config import RowConfig, few_rows
 from gristmill.ops.rows.problem import RowDetails, packed
 from gristmill.ops.rows.variant import BOUNDS, RowVariant, team_bytes
@@ -74,7 +73,8 @@ def class_weights(weight: torch.Tensor | None) -> torch.Tensor | None:
 class StreamVariant(RowVariant):
     """What the variants whose rows pass by have in common."""
 
-    ways = frozenset({STREAM})
+    enough = 64
+    ways: ClassVar = dict.fromkeys(("WARP", "BLOCK", "CLUSTER"), (configs.STREAM,))
 
     def longest(self, problem: Problem) -> int:
         return configs.longest(self.scope)
@@ -92,6 +92,12 @@ class StreamVariant(RowVariant):
         if self.sibling("cuda_cluster").supports(problem) is not None:
             return None
         return "few long rows leave most SMs idle; several blocks can share each"
+
+    def lanes(self, problem: Problem) -> Sequence[int]:
+        """A lane for each element at a ragged end."""
+        layout = problem.layout.layout
+        least = layout.vector if layout.ragged else 1
+        return [lanes for lanes in super().lanes(problem) if lanes >= least]
 
     def bound(self, config: RowConfig) -> int:
         return next(size for size in BOUNDS if config.threads <= size)

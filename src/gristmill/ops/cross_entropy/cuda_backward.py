@@ -42,6 +42,11 @@ class BackwardVariant(StreamVariant):
     def declines(self, problem: Problem) -> str | None:
         return None
 
+    def clusters(self, problem: Problem) -> range:
+        if self.scope != "BLOCK":
+            return super().clusters(problem)
+        return range(1, 2 * configs.members(problem.layout) + 1)
+
     def shared_bytes(self, details: RowDetails, config: RowConfig) -> int:
         return 0  # nothing is agreed on
 
@@ -154,6 +159,7 @@ class BackwardVariant(StreamVariant):
 class ScaleVariant(StreamVariant):
     """As many blocks as the device runs at once take rows in turn: often there is nothing to do."""
 
+    enough = 32  # nothing is added up
     configs_by_scope: ClassVar = {"BLOCK": configs.scale}
 
     def declines(self, problem: Problem) -> str | None:

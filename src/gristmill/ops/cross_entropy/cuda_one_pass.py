@@ -24,8 +24,7 @@ from gristmill.ops.cross_entropy.cuda import (
 )
 from gristmill.ops.cross_entropy.problem import Details
 from gristmill.ops.plain import laid_out
-from gristmill.ops.rows.candidates import REGISTERS, REREAD, SHARED
-from gristmill.ops.rows.config import TWICE, RowConfig
+from gristmill.ops.rows.config import ASYNC, STRAIGHT, TWICE, RowConfig
 from gristmill.ops.rows.problem import packed
 from gristmill.select.problem import Problem
 from gristmill.settings import settings
@@ -37,8 +36,12 @@ ONE_PASS_PARAMS = struct.Struct(f"<QqqQqqqqQqq{LABELS}{OPTIONS}QQQIII")
 
 
 class OnePassVariant(StreamVariant):
-    floats = 2
-    ways = frozenset({REGISTERS, SHARED, REREAD})
+    floats, enough = 2, 256
+    ways: ClassVar = {
+        "WARP": (STRAIGHT,),
+        "BLOCK": (STRAIGHT, ASYNC, TWICE),
+        "CLUSTER": (STRAIGHT, ASYNC, TWICE),
+    }
     configs_by_scope: ClassVar = {
         "WARP": configs.warp_one_pass,
         "BLOCK": configs.block_one_pass,

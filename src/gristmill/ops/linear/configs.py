@@ -2,7 +2,8 @@
 
 Candidates are enumerated, those that do not fit are left out, and the rest is ordered by
 `estimate`, a model of the time in a few lines. The first is what runs when no table knows better;
-the first few, different enough from each other, are what tuning times.
+the first few, different enough from each other, are what tuning times. A table may name what is
+enumerated and fits, for any number of rows: `misfit`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from gristmill.ops.choices import Choices, outside
 from gristmill.ops.linear.problem import Product
 from gristmill.select.device import Device
 
@@ -56,7 +58,34 @@ _ACCUMULATORS_BESIDE_OPERANDS = 64
 # Where matrices must be read element by element, the elements of a step per thread: they wait in
 # registers.
 _ELEMENTS = 32
+# Bytes of the partial sums of a split.
+MOST_PARTIALS = 1 << 30
 CANDIDATES = 20
+
+# What is enumerated: block_m, block_n, warps and swap. A transposed product is for few rows.
+Shape = tuple[int, int, int, bool]
+_SHAPES: tuple[Shape, ...] = (
+    *(
+        (block_m, block_n, 8 if block_m * block_n >= 128 * 128 else 4, False)
+        for block_m, block_n in itertools.product((16, 32, 64, 128), (16, 32, 64, 128, 256))
+    ),
+    *((block_m, block_n, 4, True) for block_m in (16, 32, 64) for block_n in (64, 128)),
+)
+# Without tensor cores: small tiles, whose operands are registers.
+_FP32_SHAPES: tuple[Shape, ...] = tuple(
+    (block_m, block_n, 4, False)
+    for block_m, block_n in itertools.product((16, 32, 64), (16, 32, 64, 128))
+    if block_m * block_n <= 64 * 64
+)
+_PERSISTENT_SHAPES: tuple[Shape, ...] = (
+    (64, 128, 4, False),
+    (64, 256, 4, False),
+    (128, 64, 4, False),
+    (128, 128, 4, False),
+    (128, 128, 8, False),
+    (128, 256, 8, False),
+    (256, 128, 8, False),
+)
 
 
 @dataclass(frozen=True)
@@ -108,33 +137,47 @@ def candidates(
     """
     size = 1 << max(3, (rows - 1).bit_length() - 3)  # to 8, and then to an eighth of its power of 2
     rounded = -(-rows // size) * size if rows > 1 else 1
-    relevant = replace(
+    return _ordered(kind, _relevant(product, rounded), device)[:count]
+
+
+def misfit(
+    kind: str, config: MatmulConfig, product: Product, rows: int, device: Device
+) -> str | None:
+    """Why `config` is none that `candidates` could give, for any number of rows that fits these."""
+    if config == STURDY[kind]:
+        return None
+    relevant = _relevant(product, rows)
+    early = (False, True) if kind != "persistent" and device.capability >= (9, 0) else (False,)
+    choices = {**_choices(kind, relevant), "early": early}
+    return outside(config, choices) or _unfit(kind, config, relevant, device)
+
+
+def _relevant(product: Product, rows: int) -> Product:
+    """What a choice depends on."""
+    vectors = _vectors(product)
+    return replace(
         product,
-        rows=rounded,
+        rows=rows,
         a_strides=(0, 0, 1),
         b_strides=(0, 1, 0),
-        a_aligned=_vectors(product),
-        b_aligned=_vectors(product),
+        a_aligned=vectors,
+        b_aligned=vectors,
         bias=False,
         copied=False,
         b_copied=False,
     )
-    return _ordered(kind, relevant, device)[:count]
 
 
 @functools.lru_cache(maxsize=1024)
 def _ordered(kind: str, product: Product, device: Device) -> tuple[Candidate, ...]:
     """All configs that fit, but for those that are much alike, the most promising first."""
-    itemsize = product.dtype.itemsize
     fitting = [
         Candidate(
             replace(config, early=True) if _is_early(kind, product, config, device) else config,
             estimate(kind, product, product.rows, config, device),
         )
-        for config in dict.fromkeys(_all(kind, product, product.rows))
-        if shared_bytes(kind, config, itemsize) <= device.shared_per_block
-        and _accumulators(config) <= _most_accumulators(config, product, device)
-        and (product.a_aligned or _elements(config) <= _ELEMENTS)
+        for config in _all(kind, product)
+        if _unfit(kind, config, product, device) is None
     ]
     fitting.sort(key=lambda candidate: (candidate.us, repr(candidate.config)))
     return tuple(_different(fitting))
@@ -262,69 +305,66 @@ def _accumulators(config: MatmulConfig) -> int:
     return config.block_m * config.block_n // (32 * config.warps)
 
 
-def _all(kind: str, product: Product, rows: int) -> Iterator[MatmulConfig]:
-    """Every config of a kind whose tiles are not mostly empty."""
-    if product.dtype.itemsize == 4:
-        yield from _all_fp32(kind, product, rows)
-        return
+def _choices(kind: str, product: Product) -> Choices:
+    """The values of a kind's configs, all but `early`."""
+    parts: tuple[int, ...] = (1,)
     if kind == "persistent":
-        yield from _all_persistent(product, rows)
-        return
-    splits = (1,) if kind == "tiles" else (2, 4, 8, 16)
-    tall = max(16, _power_above(rows))
-    deep = (64, 128, 256, 512) if product.a_aligned else (16, 32, 64)
-    for block_m, block_n, block_k, stages, split in itertools.product(
-        (16, 32, 64, 128), (16, 32, 64, 128, 256), deep, (3, 4, 5, 6), splits
+        shapes, deep, stages, splits = _PERSISTENT_SHAPES, (64, 128), (3, 4, 5), (1,)
+        parts = (1, 2, 4)
+    elif product.dtype.itemsize == 4:
+        shapes, deep, stages, splits = _FP32_SHAPES, (16, 32, 64), (2, 3), (2, 4, 8)
+    else:
+        deep = (64, 128, 256, 512) if product.a_aligned else (16, 32, 64)
+        shapes, stages, splits = _SHAPES, (3, 4, 5, 6), (2, 4, 8, 16)
+    return {
+        "block_m block_n warps swap": shapes,
+        "block_k": deep,
+        "stages": stages,
+        "split_k": splits if kind == "split_k" else (1,),
+        "parts": parts,
+        "group": (MatmulConfig.group,),
+    }
+
+
+def _all(kind: str, product: Product) -> Iterator[MatmulConfig]:
+    """Every config of a kind whose tiles are not mostly empty rows."""
+    tall = max(64 if kind == "persistent" else 16, _power_above(product.rows))
+    for (block_m, block_n, warps, swap), block_k, stages, split, parts, group in itertools.product(
+        *_choices(kind, product).values()
     ):
-        if block_m > tall or block_n > max(16, _power_above(product.columns)):
-            continue
-        if block_k * split > max(64, _power_above(product.depth)):
-            continue
-        if block_m * block_n > 128 * 256 or (block_m >= 128 and block_k > 64 and block_n >= 128):
-            continue
-        warps = 8 if block_m * block_n >= 128 * 128 else 4
-        yield MatmulConfig(block_m, block_n, block_k, stages, warps, split_k=split)
-        if block_m <= 64 <= block_n <= 128:
-            yield MatmulConfig(block_m, block_n, block_k, stages, 4, split_k=split, swap=True)
+        if block_m <= tall:
+            yield MatmulConfig(
+                block_m, block_n, block_k, stages, warps, group, split, swap=swap, parts=parts
+            )
 
 
-def _all_persistent(product: Product, rows: int) -> Iterator[MatmulConfig]:
-    for (block_m, block_n, warps), block_k, stages, parts in itertools.product(
-        (
-            (64, 128, 4),
-            (64, 256, 4),
-            (128, 64, 4),
-            (128, 128, 4),
-            (128, 128, 8),
-            (128, 256, 8),
-            (256, 128, 8),
-        ),
-        (64, 128),
-        (3, 4, 5),
-        (1, 2, 4),
-    ):
-        if block_m > max(64, _power_above(rows)) or block_n > max(
-            64, _power_above(product.columns)
-        ):
-            continue
-        if block_n // parts < 64:
-            continue
-        yield MatmulConfig(block_m, block_n, block_k, stages, warps, parts=parts)
+def _unfit(kind: str, config: MatmulConfig, product: Product, device: Device) -> str | None:
+    """Why a config that is enumerated is not for this product.
 
-
-def _all_fp32(kind: str, product: Product, rows: int) -> Iterator[MatmulConfig]:
-    """Without tensor cores: small tiles, whose operands are registers."""
-    splits = (1,) if kind == "tiles" else (2, 4, 8)
-    for block_m, block_n, block_k, stages, split in itertools.product(
-        (16, 32, 64), (16, 32, 64, 128), (16, 32, 64), (2, 3), splits
-    ):
-        if block_m > max(16, _power_above(rows)) or block_n > max(
-            16, _power_above(product.columns)
-        ):
-            continue
-        if block_m * block_n > 64 * 64:
-            continue
-        yield MatmulConfig(block_m, block_n, block_k, stages, 4, split_k=split)
+    Its number of rows counts for the partial sums of a split alone.
+    """
+    block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
+    split = config.split_k
+    if block_n > max(64 if kind == "persistent" else 16, _power_above(product.columns)):
+        return f"tiles of {block_n} columns are mostly empty: there are {product.columns}"
+    if block_n // config.parts < 64 and config.parts > 1:
+        return f"a part of {block_n // config.parts} columns is less than 64"
+    if split > 1 and block_k * split > max(64, _power_above(product.depth)):
+        return f"{split} shares of {block_k} or more are too many for K={product.depth}"
+    partials = 4 * split * product.batch * product.rows * product.columns
+    if split > 1 and partials > MOST_PARTIALS:
+        return f"partial sums take {partials} bytes, more than {MOST_PARTIALS}"
+    if kind != "persistent" and block_m >= 128 and block_n >= 128 and block_k > 64:
+        return f"tiles of {block_m} by {block_n} take at most 64 of K at a time, not {block_k}"
+    needed = shared_bytes(kind, config, product.dtype.itemsize)
+    if needed > device.shared_per_block:
+        return f"needs {needed} bytes of shared memory, and a block has {device.shared_per_block}"
+    sums, most = _accumulators(config), _most_accumulators(config, product, device)
+    if sums > most:
+        return f"a thread would hold {sums} sums, more than {most}"
+    if not product.a_aligned and _elements(config) > _ELEMENTS:
+        return f"a thread would load {_elements(config)} elements one by one, more than {_ELEMENTS}"
+    return None
 
 
 def _different(ordered: list[Candidate]) -> Iterator[Candidate]:

@@ -18,6 +18,7 @@ from gristmill.ops.linear.configs import (
     MatmulConfig,
     candidates,
     library_estimate,
+    misfit,
 )
 from gristmill.ops.linear.problem import Product
 from gristmill.ops.linear.programs import (
@@ -59,7 +60,7 @@ class TritonMatmul(Variant):
     def supports(self, problem: Problem) -> str | None:
         reason = self.unable(problem)
         if reason is None and not self._candidates(problem.asked()):
-            return "the product is too small to be cut that way"
+            return "the product is too small to be cut that way, or its partial sums are too large"
         return reason
 
     def unable(self, problem: Problem) -> str | None:
@@ -116,6 +117,9 @@ class TritonMatmul(Variant):
         other = [replace(config, early=not config.early) for config in found[:_BOTH_WAYS]]
         return found[: CANDIDATES - _BOTH_WAYS] + other
 
+    def rejects(self, problem: Problem, config: MatmulConfig) -> str | None:
+        return misfit(self.kind, config, self._product(problem), problem.rows, problem.device)
+
     def estimated_us(self, problem: Problem) -> float:
         """What the model of `configs.py` says of the config that would run."""
         return self._candidates(problem)[0].us
@@ -123,10 +127,13 @@ class TritonMatmul(Variant):
     def _candidates(
         self, problem: Problem, count: int | None = CANDIDATES
     ) -> tuple[Candidate, ...]:
-        product: Product = problem.layout
-        if problem.batch_invariant and product.batch > 1:
-            product = replace(product, batch=1)
+        product = self._product(problem)
         return candidates(self.kind, product, problem.rows, problem.device, count)
+
+    def _product(self, problem: Problem) -> Product:
+        """What a choice depends on: no batch where rows must not depend on it."""
+        product: Product = problem.layout
+        return replace(product, batch=1) if problem.batch_invariant else product
 
     def varies_with_batch(self, problem: Problem) -> str | None:
         return None

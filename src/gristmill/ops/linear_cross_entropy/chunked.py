@@ -1,7 +1,8 @@
 """The variants that never hold all logits: block by block through torch's matmul and our kernels.
 
 The loss and its gradient of each block are those of `cross_entropy`, whose variants are chosen as
-for any other call.
+for any other call. How large blocks are follows from the call alone: it is a promise of how much
+memory they take, which no table can break.
 """
 
 from __future__ import annotations
@@ -27,19 +28,12 @@ class Chunked(Variant):
 
     name = "chunked"
     summary = "logits of some rows at a time, by torch's matmul and cross_entropy"
-    config_type = Blocks
 
     def supports(self, problem: Problem) -> str | None:
         return None
 
-    def config(self, problem: Problem) -> Blocks:
-        return chunks.forward_blocks(problem.layout)
-
-    def bind(self, problem: Problem, config: Blocks) -> Callable[..., Any]:
-        # What a user says of memory holds, whatever a table has found to be fast.
-        asked = problem.layout.chunk_rows is not None
-        rows = (self.config(problem) if asked else config).rows
-        return partial(_forward, rows)
+    def bind(self, problem: Problem, config: None) -> Callable[..., Any]:
+        return partial(_forward, chunks.forward_blocks(problem.layout).rows)
 
 
 class ChunkedBackward(Variant):
@@ -47,22 +41,18 @@ class ChunkedBackward(Variant):
 
     name = "chunked"
     summary = "logits and their gradient block by block, by torch's matmul and cross_entropy"
-    config_type = Blocks
 
     def supports(self, problem: Problem) -> str | None:
         return None
 
-    def config(self, problem: Problem) -> Blocks:
-        # Class weights belong to whole rows; without dweight, whole rows leave nothing to sum up.
-        whole_rows = "class_weight" in problem.flags or "dweight" not in problem.flags
-        return chunks.backward_blocks(problem.layout, whole_rows=whole_rows)
+    def bind(self, problem: Problem, config: None) -> Callable[..., Any]:
+        return partial(_backward, backward_blocks(problem))
 
-    def bind(self, problem: Problem, config: Blocks) -> Callable[..., Any]:
-        own = self.config(problem)
-        blocks = own if problem.layout.chunk_rows is not None else config
-        if "class_weight" in problem.flags:
-            blocks = Blocks(blocks.rows, own.classes)
-        return partial(_backward, blocks)
+
+def backward_blocks(problem: Problem) -> Blocks:
+    # Class weights belong to whole rows; without dweight, whole rows leave nothing to sum up.
+    whole_rows = "class_weight" in problem.flags or "dweight" not in problem.flags
+    return chunks.backward_blocks(problem.layout, whole_rows=whole_rows)
 
 
 def _forward(

@@ -249,7 +249,7 @@ def warp_backward(problem: Problem, details: Details) -> RowConfig:
 def block_backward(problem: Problem, details: Details) -> RowConfig:
     vectors = details.layout.vectors
     sms = max(1, problem.device.multiprocessors)
-    if problem.rows <= sms:
+    if few_partial_rows(problem, 1):
         # RMSNorm, 1x4096: 1.7 us; 64x8192: 5.9 us with two vectors a thread, 6.3 with one.
         # LayerNorm, 64x8192: 8.7 us with three, 10.5 with two.
         few = 3 if details.centered and vectors > 512 and not details.wide else 1
@@ -271,6 +271,15 @@ def block_backward(problem: Problem, details: Details) -> RowConfig:
     # One block per SM with several rows under way: 32768x8192 384 us, 391 with rows held.
     feed = 3 if vectors <= 1024 else 2
     return block_config(vectors, 4, feed=feed, hold=False, blocks_per_sm=1)
+
+
+def few_partial_rows(problem: Problem, per_sm: int) -> bool:
+    """Whether each row may have a team of its own, which leaves a partial row: `per_sm` per SM.
+
+    Where rows must not depend on the batch there may be any number of them.
+    """
+    few = per_sm * max(1, problem.device.multiprocessors)
+    return problem.rows <= few and not problem.batch_invariant
 
 
 def weight_gradient(columns: int, parts: int) -> tuple[int, int]:

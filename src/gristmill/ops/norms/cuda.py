@@ -16,8 +16,7 @@ from gristmill.ops import launch
 from gristmill.ops.norms import configs
 from gristmill.ops.norms.problem import Details
 from gristmill.ops.norms.semantics import sum_dtype
-from gristmill.ops.rows.candidates import REGISTERS, REREAD, RING, SHARED
-from gristmill.ops.rows.config import TWICE, RowConfig, row_bytes
+from gristmill.ops.rows.config import AHEAD, ASYNC, RINGS, STRAIGHT, TWICE, RowConfig, row_bytes
 from gristmill.ops.rows.problem import packed
 from gristmill.ops.rows.variant import RowVariant
 from gristmill.select.problem import Problem
@@ -41,7 +40,12 @@ class NormForward(RowVariant):
     """
 
     block_keeps, long = configs.BLOCK_KEEPS, configs.LONG
-    ways = frozenset({REGISTERS, SHARED, RING, REREAD})
+    ways: ClassVar = {
+        "WARP": (STRAIGHT, AHEAD),
+        "BLOCK": (STRAIGHT, ASYNC, TWICE, *RINGS),
+        "CLUSTER": (STRAIGHT, ASYNC, TWICE, *RINGS),
+        "GRID": (AHEAD,),
+    }
     configs_by_scope: ClassVar = {
         "WARP": configs.warp_forward,
         "BLOCK": configs.block_forward,
@@ -52,9 +56,9 @@ class NormForward(RowVariant):
     def longest(self, problem: Problem) -> int:
         return configs.longest_forward(self.scope, problem, problem.layout)
 
-    def ways_for(self, problem: Problem) -> frozenset[str]:
-        details: Details = problem.layout
-        return self.ways if details.rereadable else self.ways - {REREAD}
+    def feeds(self, problem: Problem) -> set[int]:
+        found, details = super().feeds(problem), problem.layout
+        return found if details.rereadable else found - {TWICE}
 
     def declines(self, problem: Problem) -> str | None:
         # LayerNorm, 4096x65536: 276 us by clusters, 343 by blocks. Of odd rows, whose vectors are

@@ -12,8 +12,7 @@ from gristmill.jit import Program
 from gristmill.ops import launch
 from gristmill.ops.norms import configs
 from gristmill.ops.norms.problem import Details
-from gristmill.ops.rows.candidates import RING
-from gristmill.ops.rows.config import RowConfig
+from gristmill.ops.rows.config import AHEAD, RINGS, STRAIGHT, RowConfig
 from gristmill.ops.rows.problem import RowDetails, packed
 from gristmill.ops.rows.variant import RowVariant
 from gristmill.select.problem import Problem
@@ -34,7 +33,12 @@ class NormBackward(RowVariant):
     """What the backward variants of all norms have in common."""
 
     block_keeps, long = configs.BLOCK_KEEPS, configs.LONG
-    ways = frozenset({RING})  # a team does several rows, or leaves as many partial sums as rows
+    ways: ClassVar = {
+        "WARP": (AHEAD,),
+        "BLOCK": (STRAIGHT, AHEAD, *RINGS),
+        "CLUSTER": (AHEAD, *RINGS),
+        "GRID": (AHEAD,),
+    }
     configs_by_scope: ClassVar = {
         "WARP": configs.warp_backward,
         "BLOCK": configs.block_backward,
@@ -44,6 +48,17 @@ class NormBackward(RowVariant):
 
     def longest(self, problem: Problem) -> int:
         return configs.longest_backward(self.scope, problem, problem.layout)
+
+    def feeds(self, problem: Problem) -> set[int]:
+        found = super().feeds(problem)
+        # As many partial rows as rows. A row of a table, measured where `configs` has one for each
+        # SM, speaks for up to twice as many.
+        return found if configs.few_partial_rows(problem, 2) else found - {STRAIGHT}
+
+    @property
+    def blocks_per_sm(self) -> range:
+        # Every block leaves a partial row, and small blocks would be many.
+        return range(1, 3) if self.scope == "WARP" else super().blocks_per_sm
 
     def program(self, problem: Problem, config: RowConfig) -> Program:
         details: Details = problem.layout

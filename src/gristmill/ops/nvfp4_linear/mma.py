@@ -12,7 +12,14 @@ import torch
 from gristmill.jit import Program
 from gristmill.ops import launch
 from gristmill.ops.nvfp4_linear.fused import BIAS_KINDS, TYPES, cannot_fuse
-from gristmill.ops.nvfp4_linear.mma_configs import MmaConfig, Shares, Slots, candidates
+from gristmill.ops.nvfp4_linear.mma_configs import (
+    MmaConfig,
+    Shares,
+    Slots,
+    candidates,
+    misfit,
+    partial_floats,
+)
 from gristmill.ops.nvfp4_linear.problem import Details
 from gristmill.ops.ready import at_hand
 from gristmill.select.problem import Problem
@@ -53,6 +60,9 @@ class Mma(Variant):
     def configs(self, problem: Problem) -> Sequence[MmaConfig]:
         found = candidates(problem)
         return found if self.declines(problem) is None else found[:1]
+
+    def rejects(self, problem: Problem, config: MmaConfig) -> str | None:
+        return misfit(problem, config)
 
     def varies_with_batch(self, problem: Problem) -> str | None:
         """Nothing: a token is a column of the product, and columns are summed alike.
@@ -111,7 +121,7 @@ class Mma(Variant):
             *(shares.slabs, shares.chunks, shares.tiles, workers),
             *(config.shares, shares.share, shares.rounds, slots.rounds, slots.count),
         )
-        partial_floats = config.shares * tokens * quads * 4
+        partials_size = partial_floats(problem, config)
         out = getattr(torch, str(problem.dtype("out")))
         copied, x_of, empty = details.copied, details.x_of, torch.empty
 
@@ -128,7 +138,7 @@ class Mma(Variant):
             y = empty((*x.shape[:-1], rows), dtype=out, device=x.device)
             if copied:
                 x = x_of(x)
-            partials = x.new_empty(partial_floats, dtype=torch.float32) if add else None
+            partials = x.new_empty(partials_size, dtype=torch.float32) if add else None
             values = (
                 codes.data_ptr(),
                 scales.data_ptr(),

@@ -1,18 +1,21 @@
 """How kernels/cuda/nvfp4_mma.cu is launched: its shapes, its launches, and a guess of the best.
 
 A launch has few choices: how many tokens and slabs a tile has, how many groups of four warps share
-its columns and how far ahead they read (a `Shape`, which is compiled), and how many blocks share
+its columns and how far ahead they read (a shape, which is compiled), and how many blocks share
 the columns (`shares`). Registers and shared memory leave 16 warps on an SM, or fewer with larger
-tiles.
+tiles. A table may name what is enumerated and fits, for any number of rows: `misfit`.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gristmill.formats.nvfp4 import fragments
+from gristmill.ops.choices import Choices, outside
+from gristmill.ops.linear.configs import MOST_PARTIALS
 from gristmill.select.device import Device
 from gristmill.select.problem import Problem
 
@@ -22,16 +25,16 @@ CANDIDATES = 12
 _PIECE = fragments.CODES + fragments.SCALES
 _RESERVED = 1024  # bytes of shared memory that the system takes of every block
 
-# Slabs, groups and depth by tokens. Each reads 36 to 74 KB ahead on an SM, of which some 32 KB are
+# Tokens, slabs, groups and depth. Each reads 36 to 74 KB ahead on an SM, of which some 32 KB are
 # under way at 4.3 TB/s (those of 64 tokens that read less are for GPUs with less shared memory).
 # A second slab halves what is read of the tokens, from L2 and from shared
 # memory, which with 32 tokens would be busy all the time. What is not here spills.
-_SHAPES = {
-    8: ((1, 4, 8), (1, 2, 8), (2, 4, 4), (2, 2, 4), (1, 4, 4)),
-    16: ((1, 4, 8), (1, 2, 8), (2, 3, 4), (2, 2, 4), (1, 4, 4)),
-    32: ((2, 3, 4), (2, 2, 4), (1, 3, 4)),
-    64: ((2, 2, 4), (2, 2, 2), (1, 2, 4), (1, 2, 2)),
-}
+_SHAPES = (
+    *((8, 1, 4, 8), (8, 1, 2, 8), (8, 2, 4, 4), (8, 2, 2, 4), (8, 1, 4, 4)),
+    *((16, 1, 4, 8), (16, 1, 2, 8), (16, 2, 3, 4), (16, 2, 2, 4), (16, 1, 4, 4)),
+    *((32, 2, 3, 4), (32, 2, 2, 4), (32, 1, 3, 4)),
+    *((64, 2, 2, 4), (64, 2, 2, 2), (64, 1, 2, 4), (64, 1, 2, 2)),
+)
 _SHARES = (1, 2, 4, 8)
 
 # The model, in us and bytes per us: of an H200 by its data sheet, the rest by counting. Only ratios
@@ -61,15 +64,6 @@ class MmaConfig:
     depth: int
     shares: int = 1
     partial: bool = False
-
-    def __post_init__(self) -> None:
-        """ValueError for what no kernel is: a row of a table that says so is passed over."""
-        if self.tokens not in TOKENS:
-            raise ValueError(f"tokens={self.tokens} is none of {TOKENS}")
-        if min(self.slabs, self.groups, self.depth) < 1:
-            raise ValueError(f"{self} has less than one of something")
-        if self.shares not in _SHARES:
-            raise ValueError(f"shares={self.shares} is none of {_SHARES}")
 
     @property
     def threads(self) -> int:
@@ -141,20 +135,51 @@ def candidates(problem: Problem) -> tuple[MmaConfig, ...]:
     return tuple(found[:CANDIDATES])
 
 
+def misfit(problem: Problem, config: MmaConfig) -> str | None:
+    """Why `config` is none that `candidates` could give, for any number of rows that fits these."""
+    choices: Choices = {
+        "tokens slabs groups depth": _SHAPES,
+        "shares": _SHARES,
+        "partial": (_is_partial(config.shares, problem.device),),
+    }
+    return outside(config, choices) or _unfit(problem, config)
+
+
+def _is_partial(shares: int, device: Device) -> bool:
+    return shares > 1 and device.capability < (9, 0)  # which has no clusters
+
+
 def _fitting(tokens: int, problem: Problem) -> Iterator[MmaConfig]:
-    device = problem.device
-    partial = device.capability < (9, 0)
+    for shape, shares in itertools.product(_SHAPES, _SHARES):
+        config = MmaConfig(*shape, shares, _is_partial(shares, problem.device))
+        if config.tokens == tokens and _unfit(problem, config) is None:
+            yield config
+
+
+def _unfit(problem: Problem, config: MmaConfig) -> str | None:
+    """Why a config that is enumerated is not for this product.
+
+    Its number of rows counts for partial sums alone.
+    """
+    device, shares = problem.device, config.shares
     _, chunks = fragments.padded(problem.dim("N"), problem.dim("K"))
-    for slabs, groups, depth in _SHAPES[tokens]:
-        for count in _SHARES:
-            config = MmaConfig(tokens, slabs, groups, depth, count, partial and count > 1)
-            # Every group of every share has something to do; else a block has it all.
-            if count > 1 and (
-                chunks < count * groups or (count - 1) * -(-chunks // count) >= chunks
-            ):
-                continue
-            if Slots(1, 2).bytes(config) <= device.shared_per_block:
-                yield config
+    # Every group of every share has something to do; else a block has it all.
+    if shares > 1 and (
+        chunks < shares * config.groups or (shares - 1) * -(-chunks // shares) >= chunks
+    ):
+        return (
+            f"{chunks} chunks of columns are too few for {shares} shares of {config.groups} groups"
+        )
+    needed = Slots(1, 2).bytes(config)
+    if needed > device.shared_per_block:
+        return f"needs {needed} bytes of shared memory, and a block has {device.shared_per_block}"
+    if config.partial and partial_floats(problem, config) * 4 > MOST_PARTIALS:
+        return f"partial sums take more than {MOST_PARTIALS} bytes"
+    return None
+
+
+def partial_floats(problem: Problem, config: MmaConfig) -> int:
+    return config.shares * problem.rows * math.ceil(problem.dim("N") / 4) * 4
 
 
 def estimate(problem: Problem, config: MmaConfig) -> float:

@@ -30,6 +30,7 @@ from gristmill.ops.nvfp4_linear.triton_configs import (
     RowsConfig,
     bytes_at_a_time,
     candidates,
+    misfit,
     tile_count,
 )
 from gristmill.ops.ready import at_hand, out_of_reach
@@ -82,6 +83,9 @@ class TritonLinear(Variant):
 
     def configs(self, problem: Problem) -> Sequence[RowsConfig]:
         return candidates(problem.rows, problem.dim("N"), problem.dim("K"), problem.device)
+
+    def rejects(self, problem: Problem, config: RowsConfig) -> str | None:
+        return misfit(config, problem.rows, problem.dim("N"), problem.dim("K"), problem.device)
 
     def varies_with_batch(self, problem: Problem) -> str | None:
         return None

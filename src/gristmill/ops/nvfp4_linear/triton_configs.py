@@ -2,7 +2,8 @@
 
 A few configs are enumerated by the number of rows, those that do not fit the device are left out,
 and the rest is ordered by `estimate`, a model of the time in a few lines. The first is what runs
-when no table knows better; all of them are what tuning times.
+when no table knows better; all of them are what tuning times. A table may name what is enumerated
+and fits, for any number of rows: `misfit`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from gristmill.ops.choices import Choices, outside
+from gristmill.ops.linear.configs import MOST_PARTIALS
 from gristmill.select.device import Device
 
 CANDIDATES = 12
@@ -51,6 +54,8 @@ GRIDS = (
     (128, 128, 64, 8),
 )
 STAGES = (3, 4)
+SHAPE = "block_m block_n block_k warps"
+_SPLITS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -81,12 +86,19 @@ def candidates(rows: int, columns: int, depth: int, device: Device) -> tuple[Row
     return _ordered(rounded, columns, depth, device)
 
 
+def misfit(config: RowsConfig, rows: int, columns: int, depth: int, device: Device) -> str | None:
+    """Why `config` is none that `candidates` could give, for any number of rows that fits these."""
+    early = (False, True) if device.capability >= (9, 0) else (False,)
+    choices: Choices = {SHAPE: GRIDS, "stages": STAGES, "split_k": _SPLITS, "early": early}
+    return outside(config, choices) or _unfit(config, rows, columns, depth, device)
+
+
 @functools.lru_cache(maxsize=1024)
 def _ordered(rows: int, columns: int, depth: int, device: Device) -> tuple[RowsConfig, ...]:
     fitting = [
         replace(config, early=_is_early(config, rows, columns, device))
-        for config in _all(rows, depth)
-        if shared_bytes(config) <= device.shared_per_block
+        for config in _all(rows)
+        if _unfit(config, rows, columns, depth, device) is None
     ]
     fitting.sort(
         key=lambda one: (estimate(one, rows, columns, depth, device), -one.stages, repr(one))
@@ -99,15 +111,34 @@ def _ordered(rows: int, columns: int, depth: int, device: Device) -> tuple[RowsC
     return tuple(found[:CANDIDATES])
 
 
-def _all(rows: int, depth: int) -> Iterator[RowsConfig]:
+def _all(rows: int) -> Iterator[RowsConfig]:
+    """Every config whose tiles are neither mostly empty nor too many."""
     for (block_m, block_n, block_k, warps), stages, split in itertools.product(
-        GRIDS, STAGES, (1, 2, 4, 8)
+        GRIDS, STAGES, _SPLITS
     ):
-        if not 8 <= block_m <= max(8, rows) or (block_m < 64 and rows > 4 * block_m):
-            continue
-        if split > 1 and depth < block_k * split * _LEAST_STEPS:
-            continue
-        yield RowsConfig(block_m, block_n, block_k, stages, warps, split)
+        if block_m <= max(8, rows) and (block_m >= 64 or rows <= 4 * block_m):
+            yield RowsConfig(block_m, block_n, block_k, stages, warps, split)
+
+
+def _unfit(config: RowsConfig, rows: int, columns: int, depth: int, device: Device) -> str | None:
+    """Why a config that is enumerated is not for this product.
+
+    Its number of rows counts for the partial sums of a split alone.
+    """
+    split = config.split_k
+    if split > 1 and depth < config.block_k * split * _LEAST_STEPS:
+        return f"{split} shares of {_LEAST_STEPS} times {config.block_k} are too many for K={depth}"
+    partials = 4 * split * rows * columns
+    if split > 1 and partials > MOST_PARTIALS:
+        return f"partial sums take {partials} bytes, more than {MOST_PARTIALS}"
+    return too_large(config, device)
+
+
+def too_large(config: RowsConfig, device: Device) -> str | None:
+    needed, room = shared_bytes(config), device.shared_per_block
+    return (
+        f"needs {needed} bytes of shared memory, and a block has {room}" if needed > room else None
+    )
 
 
 def estimate(config: RowsConfig, rows: int, columns: int, depth: int, device: Device) -> float:

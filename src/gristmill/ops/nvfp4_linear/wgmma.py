@@ -14,7 +14,13 @@ from gristmill.jit.tensor_map import maps_of_rows
 from gristmill.ops import launch
 from gristmill.ops.nvfp4_linear.fused import BIAS_KINDS, TYPES, cannot_fuse
 from gristmill.ops.nvfp4_linear.problem import Details
-from gristmill.ops.nvfp4_linear.wgmma_configs import CHUNK, Cut, WgmmaConfig, candidates_of, cut
+from gristmill.ops.nvfp4_linear.wgmma_configs import (
+    CHUNK,
+    WgmmaConfig,
+    candidates_of,
+    cut_of,
+    misfit,
+)
 from gristmill.ops.ready import at_hand
 from gristmill.select.problem import Problem
 from gristmill.select.variant import Variant
@@ -47,6 +53,9 @@ class Wgmma(Variant):
     def configs(self, problem: Problem) -> Sequence[WgmmaConfig]:
         return candidates_of(problem)
 
+    def rejects(self, problem: Problem, config: WgmmaConfig) -> str | None:
+        return misfit(problem, config)
+
     def varies_with_batch(self, problem: Problem) -> str | None:
         """Nothing: a token is a column of the product, and columns are summed alike.
 
@@ -59,8 +68,7 @@ class Wgmma(Variant):
         return (self.program(problem, config),)
 
     def program(self, problem: Problem, config: WgmmaConfig) -> Program:
-        """Of any config: tables ask for its text before they know whether it has a launch."""
-        whole = self._cut(problem, config)
+        whole = cut_of(problem, config)
         types = (TYPES[str(problem.dtype("x"))], TYPES[str(problem.dtype("out"))])
         sizes = (
             *(whole.tokens, config.row_groups, config.k_groups, whole.depth, whole.stages),
@@ -72,7 +80,7 @@ class Wgmma(Variant):
         details: Details = problem.layout
         device, tokens, rows = problem.device, problem.rows, problem.dim("N")
         index, columns = device.index, problem.dim("K")
-        whole = self._cut(problem, config)
+        whole = cut_of(problem, config)
         if whole.reason is not None:
             raise DriverError(f"{self.name}: no launch by {config}: {whole.reason}")
         program = self.program(problem, config)
@@ -131,6 +139,3 @@ class Wgmma(Variant):
             return y
 
         return launch.on_device(index, plan)
-
-    def _cut(self, problem: Problem, config: WgmmaConfig) -> Cut:
-        return cut(config, problem.rows, problem.dim("N"), problem.dim("K"), problem.device)

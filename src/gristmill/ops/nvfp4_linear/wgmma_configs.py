@@ -1,4 +1,7 @@
-"""How the warpgroup kernel cuts a product, and a model of the time that takes."""
+"""How the warpgroup kernel cuts a product, and a model of the time that takes.
+
+A table may name what is enumerated and fits, for any number of rows: `misfit`.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from gristmill.ops.choices import Choices, outside
 from gristmill.select.device import Device
 from gristmill.select.problem import Problem
 
 TOKENS = (8, 16, 32, 64, 96, 128, 192, 256)  # that a tile can have
 SLAB = CHUNK = 64  # rows and columns of a piece
 PIECE_BYTES = 2048 + 256  # codes and scales
-MOST_SPLIT = 8  # blocks of a cluster, on any device that has them
 CANDIDATES = 12  # worth timing for one problem
 
 
@@ -36,19 +39,6 @@ class WgmmaConfig:
     blocks: int = 1
     persistent: bool = False
     group: int = 4
-
-    def __post_init__(self) -> None:
-        """ValueError for what no kernel is: a row of a table that says so is passed over."""
-        if self.tokens not in TOKENS:
-            raise ValueError(f"tokens={self.tokens} is none of {TOKENS}")
-        if min(self.row_groups, self.k_groups, self.blocks, self.group) < 1:
-            raise ValueError(f"{self} has less than one of something")
-        if self.depth < 1 or self.depth % self.k_groups:
-            raise ValueError(f"depth={self.depth} is no multiple of k_groups={self.k_groups}")
-        if self.stages < 2:  # a slot is given back when something of the next one has been read
-            raise ValueError(f"stages={self.stages} would wait for ever; at least 2")
-        if not 1 <= self.split <= MOST_SPLIT:
-            raise ValueError(f"split={self.split} is not from 1 to {MOST_SPLIT}")
 
 
 @dataclass(frozen=True)
@@ -174,7 +164,10 @@ _MANY: dict[int, tuple[Shape, ...]] = {
     192: ((2, 1, 1, 5, 1), (3, 1, 1, 4, 1)),
     256: ((2, 1, 1, 5, 1), (1, 1, 1, 5, 1)),
 }
-_SPLITS = (1, 2, 4, 8)
+_SPLITS = (1, 2, 4, 8)  # of 8 blocks is the largest cluster that any device has
+_KNOWN = frozenset(
+    (tokens, *shape) for tokens, some in {64: _FEW + _SOME, **_MANY}.items() for shape in some
+)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -191,6 +184,21 @@ def candidates(rows: int, n: int, k: int, device: Device) -> tuple[WgmmaConfig, 
 
 def candidates_of(problem: Problem) -> tuple[WgmmaConfig, ...]:
     return candidates(problem.rows, problem.dim("N"), problem.dim("K"), problem.device)
+
+
+def misfit(problem: Problem, config: WgmmaConfig) -> str | None:
+    """Why `config` is none that `candidates` could give, for any number of rows that fits these."""
+    choices: Choices = {
+        "tokens row_groups k_groups depth stages blocks": _KNOWN,
+        "split": _SPLITS,
+        "persistent": (False, True) if config.split == 1 else (False,),
+        "group": (WgmmaConfig.group,),
+    }
+    return outside(config, choices) or cut_of(problem, config).reason
+
+
+def cut_of(problem: Problem, config: WgmmaConfig) -> Cut:
+    return cut(config, problem.rows, problem.dim("N"), problem.dim("K"), problem.device)
 
 
 def _all(rows: int) -> Iterator[WgmmaConfig]:

@@ -1,8 +1,9 @@
 """How the Triton kernel cuts the products of experts into tiles: every threshold stands here.
 
 As for the linear product, a few configs are enumerated, those that do not fit the device are left
-out, and the rest is ordered by `estimate`. What a token's expert costs depends on how many others
-have the same one; nothing here knows that, so slots are taken as spread evenly.
+out, and the rest is ordered by `estimate`; a table may name what is enumerated and fits. What a
+token's expert costs depends on how many others have the same one; nothing here knows that, so slots
+are taken as spread evenly.
 """
 
 from __future__ import annotations
@@ -13,18 +14,21 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from gristmill.ops.choices import outside
 from gristmill.ops.nvfp4_linear.triton_configs import (
     GRIDS,
+    SHAPE,
     STAGES,
     RowsConfig,
     product_us,
-    shared_bytes,
+    too_large,
 )
 from gristmill.select.device import Device
 
 CANDIDATES = 10
 # Up to so many slots every program of the products looks at all of them, and nothing is sorted.
 FEW = 64
+_GROUPS = (1, 8)
 
 
 @dataclass(frozen=True)
@@ -79,28 +83,40 @@ def candidates(
     return _ordered(Sizes(1 << (slots - 1).bit_length(), experts, hidden, inner), device)
 
 
+def misfit(config: ExpertsConfig, hidden: int, inner: int, device: Device) -> str | None:
+    """Why `config` is none that `candidates` could give, for any number of slots."""
+    choices = {SHAPE: GRIDS, "stages": STAGES, "group": _GROUPS}
+    return outside(config, choices) or _unfit(config, hidden, inner, device)
+
+
 @functools.lru_cache(maxsize=1024)
 def _ordered(sizes: Sizes, device: Device) -> tuple[ExpertsConfig, ...]:
     fitting = [
         config
         for config in _all(sizes)
-        if shared_bytes(config.product()) <= device.shared_per_block
+        if _unfit(config, sizes.hidden, sizes.inner, device) is None
     ]
     fitting.sort(key=lambda one: (estimate(one, sizes, device), -one.stages, repr(one)))
     return tuple(fitting[:CANDIDATES])
 
 
 def _all(sizes: Sizes) -> Iterator[ExpertsConfig]:
+    """Every config whose tiles are neither mostly empty nor too many."""
     for (block_m, block_n, block_k, warps), stages in itertools.product(GRIDS, STAGES):
         if block_m > max(16, 2 * sizes.each) or block_m > max(8, sizes.slots):
             continue
         if block_m < 64 and sizes.each > 4 * block_m:
             continue
-        if block_k >= 256 and 2 * block_k > max(sizes.hidden, sizes.inner):
-            continue
         # Most experts have one tile, or not.
-        group = 1 if 2 * sizes.each <= block_m else 8
+        group = _GROUPS[2 * sizes.each > block_m]
         yield ExpertsConfig(block_m, block_n, block_k, stages, warps, group)
+
+
+def _unfit(config: ExpertsConfig, hidden: int, inner: int, device: Device) -> str | None:
+    """Why a config that is enumerated is not for matrices of these sizes."""
+    if config.block_k >= 256 and 2 * config.block_k > max(hidden, inner):
+        return f"block_k={config.block_k} is for matrices of more columns than {max(hidden, inner)}"
+    return too_large(config.product(), device)
 
 
 def estimate(config: ExpertsConfig, sizes: Sizes, device: Device) -> float:

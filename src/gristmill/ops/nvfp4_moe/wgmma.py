@@ -35,6 +35,7 @@ from gristmill.ops.nvfp4_moe.wgmma_configs import (
     Product,
     candidates_of,
     products,
+    unknown,
 )
 from gristmill.ops.ready import at_hand
 from gristmill.select.problem import Problem
@@ -91,6 +92,13 @@ class Wgmma(Variant):
 
     def configs(self, problem: Problem) -> Sequence[MoeConfig]:
         return candidates_of(problem)
+
+    def rejects(self, problem: Problem, config: MoeConfig) -> str | None:
+        reason = unknown(config)
+        if reason is None:
+            up, down = self._products(problem, self._right(problem, config))
+            reason = up.reason or down.reason
+        return reason
 
     def varies_with_batch(self, problem: Problem) -> str | None:
         """Nothing: a token is a column of each product, and its shares are added in their order.

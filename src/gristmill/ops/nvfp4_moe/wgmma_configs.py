@@ -1,4 +1,7 @@
-"""How the expert kernel of Hopper is launched: who puts tokens in order, how products are cut."""
+"""How the expert kernel of Hopper is launched: who puts tokens in order, how products are cut.
+
+A table may name any of the cuts for each product, with any tile, if both have a launch: `unknown`.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from gristmill.ops.choices import Choices, outside
 from gristmill.select.device import Device
 from gristmill.select.problem import Problem
 
 SLAB = CHUNK = 64  # rows and columns of a piece
 PIECE_BYTES = 2048 + 256  # codes and scales
-MOST_SPLIT = 8  # blocks of a cluster, on any device that has them
 
 # By the largest tile, in tokens: the sizes that a tile may have. Those of `KNOWN` have loops of
 # their own; of the others one loop does all, which takes fewer registers and a little longer.
@@ -62,20 +65,6 @@ class MoeConfig:
     added: bool = True
     wide: bool = True
     persistent: bool = True
-
-    def __post_init__(self) -> None:
-        """ValueError for what no kernel is: a row of a table that says so is passed over."""
-        if self.tile not in TILES:
-            raise ValueError(f"tile={self.tile} is none of {TILES}")
-        for row_groups, k_groups, depth, stages, split, blocks in (self.up, self.down):
-            if min(row_groups, k_groups, blocks) < 1 or not 1 <= split <= MOST_SPLIT:
-                raise ValueError(f"{self} has less than one of something, or too much of a split")
-            if depth < 1 or depth % (2 * k_groups):
-                raise ValueError(
-                    f"depth={depth} is no multiple of two for {k_groups} column groups"
-                )
-            if stages < 2:  # a slot is given back when something of the next one has been read
-                raise ValueError(f"stages={stages} would wait for ever; at least 2")
 
 
 @dataclass(frozen=True)
@@ -250,6 +239,11 @@ _FIRST: dict[int, tuple[Cut, Cut]] = {
     128: (_I, _I),
     192: (_L, _L),
 }
+_EVERY = frozenset(
+    cut for cuts in (*(ups + downs for _, _, ups, downs in _CUTS), *_FIRST.values()) for cut in cuts
+)
+_SPLITS = (4, 8)  # blocks that add up; of 8 is the largest cluster that any device has
+_ADDING = frozenset((*cut[:4], split, cut[5]) for cut in _EVERY for split in _SPLITS)
 # More than this of fp32 results would not stay in the L2 cache until they are added.
 _WIDE_BYTES = 32 << 20
 
@@ -270,6 +264,18 @@ def candidates(
 def candidates_of(problem: Problem) -> tuple[MoeConfig, ...]:
     dims = (problem.dim(name) for name in ("k", "E", "H", "I"))
     return candidates(problem.rows, *dims, problem.device)
+
+
+def unknown(config: MoeConfig) -> str | None:
+    """Why `config` is none that there is, if so; whether its products have a launch they tell."""
+    choices: Choices = {
+        "up": _EVERY,
+        "down": _ADDING if config.added else _EVERY,
+        "tile": TILES,
+        "routing": ("scan",),
+        "persistent": (True,),
+    }
+    return outside(config, choices)
 
 
 def _all(tokens: int, topk: int, experts: int, hidden: int) -> Iterator[MoeConfig]:

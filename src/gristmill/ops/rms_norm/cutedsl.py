@@ -20,7 +20,7 @@ from gristmill.ops.norms.cuda import Run
 from gristmill.ops.norms.problem import Details
 from gristmill.ops.ready import is_there
 from gristmill.ops.rms_norm.cuda import plan_rms_norm
-from gristmill.ops.rows.config import MAX_THREADS, power_of_two
+from gristmill.ops.rows.config import MAX_THREADS, outside, power_of_two
 from gristmill.ops.rows.layout import Layout
 from gristmill.select.problem import Problem
 from gristmill.select.variant import Variant
@@ -99,11 +99,19 @@ class CuteRmsNorm(Variant):
 
     def configs(self, problem: Problem) -> Sequence[CuteConfig]:
         layout: Layout = problem.layout.layout
-        found = [self.config(problem)]
-        for items in (1, 2, 4):
-            if layout.vectors <= items * MAX_THREADS:
-                found.append(_config(layout, items))
-        return tuple(dict.fromkeys(found))
+        few = (_config(layout, items) for items in (1, 2, 4) if items >= _least_items(layout))
+        return tuple(dict.fromkeys((self.config(problem), *few)))
+
+    def rejects(self, problem: Problem, config: CuteConfig) -> str | None:
+        layout: Layout = problem.layout.layout
+        few, many = _least_items(layout), _most_items(layout)
+        reason = outside("items", config.items, range(few, many + 1))
+        if reason is not None:
+            return reason
+        own = _config(layout, config.items)
+        return outside("threads", config.threads, (own.threads,)) or outside(
+            "lanes", config.lanes, (own.lanes,)
+        )
 
     def varies_with_batch(self, problem: Problem) -> str | None:
         """Nothing: a row's sum is that of its lanes in a fixed order, and N gives the launch."""
@@ -135,6 +143,10 @@ def _config(layout: Layout, items: int) -> CuteConfig:
         return CuteConfig(_WARPS_BLOCK, max(_LEAST_LANES, lanes), items)
     threads = next(size for size in _BLOCKS if size * items >= layout.vectors)
     return CuteConfig(threads, threads, items)
+
+
+def _least_items(layout: Layout) -> int:
+    return max(1, -(-layout.vectors // MAX_THREADS))
 
 
 def _most_items(layout: Layout) -> int:

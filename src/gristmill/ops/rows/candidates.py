@@ -1,8 +1,8 @@
 """The launches of a row kernel that are worth timing, beside the one that its op would choose.
 
 An op's `configs.py` has one launch for every problem, from what was measured on one GPU; tuning
-asks whether its neighbours do better on this one. Only launches that compute the right thing come
-from here: a row must fit into what its team holds. What does not fit the device is left to fail.
+asks whether its neighbours do better on this one. Whether one of them is right for these rows, and
+fits the device, is for the variant to say (`RowVariant.rejects`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from gristmill.ops.rows.config import (
     AHEAD,
     ASYNC,
     MAX_THREADS,
+    RINGS,
     STRAIGHT,
     TWICE,
     RowConfig,
     block_config,
-    bulk_copies,
     cluster_config,
     few_rows,
     most_blocks,
@@ -29,40 +29,25 @@ from gristmill.ops.rows.config import (
 from gristmill.ops.rows.problem import RowDetails
 from gristmill.select.problem import Problem
 
-# Ways to bring a row to its team that a kernel knows: into registers, into shared memory, by a ring
-# of bulk copies, read twice, or streamed past (any number of threads can take it).
-REGISTERS, SHARED, RING, REREAD, STREAM = "registers", "shared", "ring", "reread", "stream"
-
 
 def neighbours(
-    scope: str, problem: Problem, config: RowConfig, ways: frozenset[str]
+    scope: str, problem: Problem, config: RowConfig, feeds: set[int]
 ) -> Iterator[RowConfig]:
-    """Launches like `config` for the same rows; some may be equal to it."""
+    """Launches like `config` for the same rows, which may come by `feeds`; some may equal it."""
     details: RowDetails = problem.layout
     if scope == "WARP":
         yield from _by_warps(details, config)
-    elif STREAM in ways:
+    elif feeds == {TWICE}:  # nothing of a row is kept
         yield from _streamed(scope, problem, config)
     elif scope == "BLOCK":
-        yield from _by_blocks(problem, details, config, ways)
+        yield from _by_blocks(details, feeds)
     elif scope == "CLUSTER":
-        yield from _by_clusters(problem, details, config, ways)
-
-
-def holds(details: RowDetails, config: RowConfig) -> bool:
-    """Whether the team has room for a row where it must: all but those that read it again."""
-    if config.feed == TWICE:
-        return True
-    return config.threads * config.items * config.cluster >= details.layout.vectors
+        yield from _by_clusters(problem, details, config, feeds)
 
 
 def _by_warps(details: RowDetails, config: RowConfig) -> Iterator[RowConfig]:
     for items in (1, 2, 4, 8):
         lanes = min(32, power_of_two(-(-details.layout.vectors // items)))
-        if details.layout.ragged and lanes < 8:
-            continue  # a lane for each element at a ragged end
-        if config.feed != TWICE and lanes * items < details.layout.vectors:
-            continue
         for threads in (64, 128, 256):
             yield replace(config, threads=threads, items=items, lanes=lanes)
 
@@ -81,31 +66,29 @@ def _streamed(scope: str, problem: Problem, config: RowConfig) -> Iterator[RowCo
             yield replace(config, cluster=cluster)
 
 
-def _by_blocks(
-    problem: Problem, details: RowDetails, config: RowConfig, ways: frozenset[str]
-) -> Iterator[RowConfig]:
+def _by_blocks(details: RowDetails, feeds: set[int]) -> Iterator[RowConfig]:
     vectors, whole = details.layout.vectors, whole_vectors(details)
-    if REGISTERS in ways and config.feed != AHEAD:
+    if STRAIGHT in feeds and AHEAD not in feeds:
         for items in (1, 2, 3, 4) if whole else (4, 8):
             if vectors <= items * MAX_THREADS:
                 yield block_config(vectors, items)
-    if SHARED in ways and whole and details.bulk(0, 1):
+    if ASYNC in feeds and whole:
         for items in (2, 4, 8):
             if vectors <= items * MAX_THREADS:
                 yield block_config(vectors, items, ASYNC, hold=False)
-    if RING in ways and bulk_copies(problem, details):
-        for feed in (2, 3):
+    for feed in RINGS:
+        if feed in feeds:
             for items, blocks_per_sm in ((2, 0), (4, 0), (4, 1), (8, 0)):
                 if vectors <= items * MAX_THREADS:
                     yield block_config(vectors, items, feed, False, blocks_per_sm)
-    if REREAD in ways:
+    if TWICE in feeds:
         for threads, items in ((256, 4), (512, 4), (512, 8), (MAX_THREADS, 4)):
             if threads <= warps(vectors):
                 yield RowConfig(threads, items, feed=TWICE, hold=False)
 
 
 def _by_clusters(
-    problem: Problem, details: RowDetails, config: RowConfig, ways: frozenset[str]
+    problem: Problem, details: RowDetails, config: RowConfig, feeds: set[int]
 ) -> Iterator[RowConfig]:
     vectors = details.layout.vectors
     if vectors < 2048 and not few_rows(problem):
@@ -122,8 +105,8 @@ def _by_clusters(
                 continue  # registers
             if share <= items * MAX_THREADS and share > 32 * (items - 1):
                 yield cluster_config(vectors, cluster, items, config.feed, config.hold)
-        if SHARED in ways and config.feed != ASYNC and details.bulk(0, 1):
+        if ASYNC in feeds and config.feed != ASYNC:
             yield cluster_config(vectors, cluster, 4, ASYNC, hold=False)
-        if RING in ways and bulk_copies(problem, details):
-            for feed in (2, 3):
+        for feed in RINGS:
+            if feed in feeds:
                 yield cluster_config(vectors, cluster, 4, feed, hold=False)

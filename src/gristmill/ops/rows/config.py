@@ -6,6 +6,7 @@ count vectors of 16 bytes, so that they hold for every dtype.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gristmill.ops.rows.problem import RowDetails
@@ -14,7 +15,9 @@ from gristmill.select.problem import Problem
 # How rows come, as in feed.cuh; 2 and more are stages in shared memory. TWICE: they are not kept.
 STRAIGHT, AHEAD, ASYNC, TWICE = 0, -1, -2, -3
 ONE_ROW = (STRAIGHT, ASYNC, TWICE)  # a team does one row and is done
+RINGS = (2, 3)
 MAX_THREADS = 1024
+MOST_ITEMS = 16  # of the vectors that a thread unrolls: more would only be longer code that spills
 ANY_LENGTH = 2**31
 
 
@@ -33,6 +36,17 @@ class RowConfig:
     feed: int = STRAIGHT
     hold: bool = True
     blocks_per_sm: int = 0
+
+
+def outside(name: str, value: int, known: Sequence[int]) -> str | None:
+    """Why `value`, of any size, is none of the `known` ones; None if it is one."""
+    if value in known:
+        return None
+    shown = value if value.bit_length() <= 64 else f"(a number of {value.bit_length()} bits)"
+    if not isinstance(known, range) or len(known) < 3:
+        return f"{name}={shown} is not {' or '.join(map(str, known))}"
+    multiple = f"a multiple of {known.step} " if known.step > 1 else ""
+    return f"{name}={shown} is not {multiple}from {known[0]} to {known[-1]}"
 
 
 def whole_vectors(details: RowDetails) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from struct import Struct
 from typing import Any, ClassVar
 
@@ -11,22 +11,29 @@ import torch
 
 from gristmill.jit import Launch, Program
 from gristmill.ops import launch
-from gristmill.ops.rows.candidates import holds, neighbours
+from gristmill.ops.rows.candidates import neighbours
 from gristmill.ops.rows.config import (
+    AHEAD,
     ANY_LENGTH,
     ASYNC,
+    MAX_THREADS,
+    MOST_ITEMS,
     ONE_ROW,
+    RINGS,
     TWICE,
     RowConfig,
+    bulk_copies,
     column_bytes,
     few_rows,
+    most_blocks,
+    outside,
 )
 from gristmill.ops.rows.problem import RowDetails
 from gristmill.select.problem import Problem
 from gristmill.select.variant import Variant
 
 # Largest blocks that kernels are compiled for: the fewer threads, the more registers for each.
-BOUNDS = (128, 256, 512, 640, 768, 896, 1024)
+BOUNDS = (128, 256, 512, 640, 768, 896, MAX_THREADS)
 SCOPES = {
     "cuda_warp": "WARP",
     "cuda_block": "BLOCK",
@@ -61,8 +68,10 @@ class RowVariant(Variant):
     block_keeps: ClassVar[int]
     long: ClassVar[int]
     configs_by_scope: ClassVar[Mapping[str, Callable[[Problem, Any], RowConfig]]]
-    # How rows can come to a team of this kernel, for tuning (candidates.py).
-    ways: ClassVar[frozenset[str]] = frozenset()
+    # How rows can come to a team of each scope, where they lie so that they can.
+    ways: ClassVar[Mapping[str, Collection[int]]]
+    # Threads that are enough for any row that is not kept: of fewer each adds up too much of it.
+    enough: ClassVar[int] = 256
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -97,20 +106,73 @@ class RowVariant(Variant):
         return self.configs_by_scope[self.scope](problem, problem.layout)
 
     def configs(self, problem: Problem) -> Sequence[RowConfig]:
-        usual, details = self.config(problem), problem.layout
+        usual = self.config(problem)
         if self.declines(problem) is not None:
             return (usual,)  # far from the best: one launch is enough to see whether that holds
-        room = problem.device.shared_per_block
-        found = [
-            config
-            for config in neighbours(self.scope, problem, usual, self.ways_for(problem))
-            if holds(details, config) and self.shared_bytes(details, config) <= room
-        ]
-        return tuple(dict.fromkeys((usual, *found)))
+        found = neighbours(self.scope, problem, usual, self.feeds(problem))
+        right = [config for config in found if self.rejects(problem, config) is None]
+        return tuple(dict.fromkeys((usual, *right)))
 
-    def ways_for(self, problem: Problem) -> frozenset[str]:
-        """`ways`, less what these rows do not allow."""
-        return self.ways
+    def rejects(self, problem: Problem, config: RowConfig) -> str | None:
+        details: RowDetails = problem.layout
+        layout, feed = details.layout, config.feed
+        # First what bounds every number: none of what follows is meant for larger ones.
+        reason = (
+            outside("threads", config.threads, range(32, MAX_THREADS + 1, 32))
+            or outside("items", config.items, range(1, MOST_ITEMS + 1))
+            or outside("lanes", config.lanes, self.lanes(problem))
+            or outside("cluster", config.cluster, self.clusters(problem))
+            or outside("blocks_per_sm", config.blocks_per_sm, self.blocks_per_sm)
+            or outside("feed", feed, sorted(self.feeds(problem)))
+        )
+        if reason is not None:
+            return reason
+        warp = self.scope == "WARP"
+        team = config.lanes if warp else config.threads * config.cluster
+        if feed == TWICE:
+            if config.hold:
+                return f"hold=True, but of rows with feed={TWICE} nothing is kept"
+            if team < min(32 if warp else self.enough, -(-layout.vectors // 8)):
+                return f"{team} threads are too few to add up rows of {layout.columns} columns"
+        elif team * config.items < layout.vectors:
+            return (
+                f"{team} threads of {config.items} vectors hold "
+                f"{team * config.items * layout.vector} of a row's {layout.columns} columns"
+            )
+        if feed in ONE_ROW and layout.rows * config.cluster >= 2**31:
+            return f"{layout.rows} rows of {config.cluster} blocks are more than a grid has"
+        shared, room = self.shared_bytes(details, config), problem.device.shared_per_block
+        if shared > room:
+            return f"takes {shared} bytes of shared memory, of which a block has {room}"
+        return None
+
+    def feeds(self, problem: Problem) -> set[int]:
+        """How these rows can come to a team: `ways`, less what is not for such rows."""
+        details: RowDetails = problem.layout
+        found = set(self.ways[self.scope])
+        if details.layout.ragged:
+            found.discard(AHEAD)  # each row is shifted by its own number of elements
+        if not details.bulk(0, 1):
+            found.discard(ASYNC)
+        if not bulk_copies(problem, details):
+            found.difference_update(RINGS)
+        return found
+
+    def lanes(self, problem: Problem) -> Sequence[int]:
+        """How many lanes of a warp can share a row."""
+        return (1, 2, 4, 8, 16, 32) if self.scope == "WARP" else (32,)
+
+    def clusters(self, problem: Problem) -> range:
+        """How many blocks can share a row."""
+        if self.scope == "CLUSTER":
+            return range(2, most_blocks(problem) + 1)
+        if self.scope == "GRID":  # all of them have to run at once
+            return range(1, problem.device.multiprocessors + 1)
+        return range(1, 2)
+
+    @property
+    def blocks_per_sm(self) -> range:
+        return range(3)
 
     def declines(self, problem: Problem) -> str | None:
         vectors = problem.layout.layout.vectors

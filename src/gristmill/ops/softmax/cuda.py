@@ -13,8 +13,7 @@ import torch
 
 from gristmill.jit import Program
 from gristmill.ops import launch
-from gristmill.ops.rows.candidates import REGISTERS, REREAD, SHARED
-from gristmill.ops.rows.config import TWICE, RowConfig, few_rows
+from gristmill.ops.rows.config import AHEAD, ASYNC, STRAIGHT, TWICE, RowConfig, few_rows
 from gristmill.ops.rows.problem import packed
 from gristmill.ops.rows.variant import SCOPES, RowVariant
 from gristmill.ops.softmax import configs
@@ -32,7 +31,12 @@ class SoftmaxVariant(RowVariant):
 
     block_keeps: ClassVar[int]
     long = 4096
-    ways = frozenset({REGISTERS, SHARED, REREAD})
+    ways: ClassVar = {
+        "WARP": (STRAIGHT, AHEAD),
+        "BLOCK": (STRAIGHT, ASYNC, TWICE),
+        "CLUSTER": (STRAIGHT, ASYNC, TWICE),
+        "GRID": (AHEAD,),
+    }
 
     def longest(self, problem: Problem) -> int:
         return configs.longest(self.scope)

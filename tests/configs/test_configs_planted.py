@@ -1,0 +1,204 @@
+"""Tables that somebody could have written: what they say of a launch is passed over, and said.
+
+Their rows have the right hash, which anybody can compute.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from configs.products_problems import MODELS, Case, dense, experts, nvfp4
+
+import gristmill
+from gristmill.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, LINEAR_CROSS_ENTROPY_BACKWARD
+from gristmill.ops.registry import OPS
+from gristmill.select import reset_tables
+from gristmill.select.chooser import ranked
+from gristmill.select.configs import config_to_json
+from gristmill.select.device import KNOWN, device_of
+from gristmill.select.explain import explain_problem
+from gristmill.select.problem import Problem
+from gristmill.select.table import Row, Table
+from gristmill.select.tables import user_table_path
+from gristmill.settings import reload_settings
+
+H200 = KNOWN["sm_90a"]
+HUGE = 10**4000
+
+
+@pytest.fixture(autouse=True)
+def _own_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("GRISTMILL_CACHE_DIR", str(tmp_path / "cache"))
+    _forget()
+    yield
+    monkeypatch.undo()
+    _forget()
+
+
+def _forget() -> None:
+    reload_settings()
+    reset_tables()
+    for op in (LINEAR_CROSS_ENTROPY, LINEAR_CROSS_ENTROPY_BACKWARD):
+        op.forget_plans()
+
+
+def _row(problem: Problem, variant: str, config: Any, source_hash: str) -> Row:
+    table = Table.for_device(problem.device)
+    return Row(
+        key=table.key(problem),
+        variant=variant,
+        config=config,
+        us=1.0,
+        spread_us=0.0,
+        second=None,
+        date="2026-01-01",
+        source_hash=source_hash,
+        rows=table.hint(problem),
+        times={variant: 1.0},
+        candidates=1,
+        torch=torch.__version__,
+    )
+
+
+def _plant(*rows: Row, device: Any = H200) -> None:
+    """Into the user's own table, and read anew."""
+    path = user_table_path(device)
+    assert path is not None
+    table = Table.for_device(device)
+    for row in rows:
+        table.put(row)
+    path.unlink(missing_ok=True)
+    table.save(path)
+    _forget()
+
+
+def _first(name: str, cases: Iterator[Case]) -> Case:
+    return next(one for one in cases if one.variant.name == name)
+
+
+TILES = _first("triton_tiles", dense(H200, 64, 4096, 4160))  # of no shipped table
+SPLIT = _first("triton_split_k", dense(H200, 64, 4096, 4160))
+STAYING = _first("triton_persistent", dense(H200, 256, 4096, 4160))
+ROWS = _first("triton", nvfp4(H200, 64, 4096, 4160))
+WARPS = _first("cuda_mma", nvfp4(H200, 64, 4096, 4160))
+GROUPS = _first("cuda_wgmma", nvfp4(H200, 64, 4096, 4160))
+EXPERTS = _first("triton", experts(H200, 64, MODELS[2]))
+BOTH = _first("cuda_wgmma", experts(H200, 64, MODELS[2]))
+# What stopped the host, took all of its memory, or would have stopped a GPU.
+BAD: tuple[tuple[Case, dict[str, Any]], ...] = (
+    *((case, {"block_k": 0}) for case in (TILES, SPLIT, STAYING, ROWS, EXPERTS)),
+    *((case, {"warps": 0}) for case in (TILES, SPLIT, STAYING, ROWS, EXPERTS)),
+    *((case, {"stages": 0}) for case in (TILES, STAYING, ROWS, GROUPS, EXPERTS)),
+    *((case, {"stages": 10**12}) for case in (TILES, SPLIT, STAYING, ROWS, GROUPS, EXPERTS)),
+    *((case, {"group": 0}) for case in (TILES, GROUPS, EXPERTS)),
+    *((case, {"block_m": -HUGE}) for case in (TILES, ROWS, EXPERTS)),
+    *((case, {"split_k": 1 << 40}) for case in (SPLIT, ROWS)),
+    *((case, {"depth": 10**6}) for case in (WARPS, GROUPS)),
+    *((case, {"tokens": 0}) for case in (WARPS, GROUPS)),
+    *((WARPS, {"shares": HUGE}), (GROUPS, {"split": 0}), (GROUPS, {"k_groups": 0})),
+    *((STAYING, {"parts": 3}), (WARPS, {"partial": True}), (GROUPS, {"blocks": HUGE})),
+    *((BOTH, {"up": [1, 1, 4, 10**12, 1, 1]}), (BOTH, {"down": [1, 0, 4, 3, 1, 1]})),
+    *((BOTH, {"tile": 0}), (BOTH, {"tile": HUGE}), (BOTH, {"up": [1, 1, 10**6, 3, 1, 1]})),
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "change"), BAD, ids=[f"{case.variant.name} {str(one)[:40]}" for case, one in BAD]
+)
+def test_a_planted_launch_is_passed_over_with_its_reason(
+    case: Case, change: dict[str, Any]
+) -> None:
+    variant, problem = case
+    own = variant.config(problem)
+    values = {**(config_to_json(own) or {}), **change}
+    begin = time.perf_counter()
+    row = _row(problem, variant.name, values, variant.source_hash(problem, own))
+    table = Table.for_device(H200)
+    table.put(row)
+    variants = OPS[problem.op].variants
+    assert table.lookup(problem, variants) is None
+    reason = table.ignored[row.key]
+    assert reason.startswith(f"config of {variant.name} is rejected: ")
+    assert next(iter(change)) in reason
+    assert len(reason) < 250
+    # The user's table, with the choice and what is said of it.
+    _plant(row)
+    chosen = ranked(problem.op, variants, problem)[0]
+    assert chosen.source == "preference"
+    assert chosen.variant.rejects(problem, chosen.config) is None
+    said = str(explain_problem(problem.op, variants, problem))
+    assert reason in said
+    assert time.perf_counter() - begin < 5.0
+
+
+@pytest.mark.parametrize(
+    "case", [TILES, SPLIT, STAYING, ROWS, WARPS, GROUPS, EXPERTS, BOTH], ids=str
+)
+def test_the_same_row_with_a_launch_is_believed(case: Case) -> None:
+    """Else the rows above would be passed over for some other reason."""
+    variant, problem = case
+    config = variant.configs(problem)[-1]
+    row = _row(problem, variant.name, config_to_json(config), variant.source_hash(problem, config))
+    _plant(row)
+    chosen = ranked(problem.op, OPS[problem.op].variants, problem)[0]
+    assert (chosen.variant, chosen.config, chosen.source) == (variant, config, "user table")
+
+
+# ---- blocks of logits: on the CPU, through the op ----
+
+BLOCKS: tuple[Any, ...] = (
+    {"rows": 300, "classes": -1},  # gave gradients that were nobody's memory
+    *({"rows": 0, "classes": 100}, {"rows": -5, "classes": 100}, {"rows": 300, "classes": 0}),
+    *({"rows": 10**12, "classes": 10**12}, {"rows": HUGE, "classes": HUGE}),
+    {"rows": 64, "classes": 100},
+    {"rows": 1, "classes": 1},
+)
+
+
+def _loss(*tensors: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
+    leaves = [one.clone().requires_grad_(one.is_floating_point()) for one in tensors]
+    loss = gristmill.linear_cross_entropy(*leaves, **options)
+    loss.backward()
+    return loss.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)
+
+
+@pytest.mark.parametrize("chunk_rows", [None, 24])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("blocks", BLOCKS, ids=[str(one)[:40] for one in BLOCKS])
+def test_no_table_says_how_large_blocks_of_logits_are(
+    blocks: Any, weighted: bool, chunk_rows: int | None
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(64, 16, generator=generator), torch.randn(100, 16, generator=generator)
+    target = torch.randint(0, 100, (64,), generator=generator)
+    of_class = torch.rand(100, generator=generator) if weighted else None
+    options = {"class_weight": of_class, "chunk_rows": chunk_rows}
+    expected = _loss(x, weight, target, **options)
+    forward = (x, weight, target, None, of_class, -100, 0.0, 0.0, None, "mean", chunk_rows)
+    _, _, denominators, stats = LINEAR_CROSS_ENTROPY.run(*forward)
+    between = (torch.ones(()), None, stats, denominators)
+    backward = (*forward[:5], *between, *forward[5:], True, True, False)
+    calls = {LINEAR_CROSS_ENTROPY: forward, LINEAR_CROSS_ENTROPY_BACKWARD: backward}
+    problems = {op: op.problem(*args) for op, args in calls.items()}
+    rows = [_row(problem, "chunked", blocks, "") for problem in problems.values()]
+    _plant(*rows, device=device_of("cpu"))
+    for op, args in calls.items():
+        said = gristmill.explain(op.name, *args)
+        assert said.chosen == "chunked"
+        assert "config of chunked is malformed: takes no config" in str(said)
+    found = _loss(x, weight, target, **options)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+    logits = x.double().requires_grad_(), weight.double().requires_grad_()
+    exact = torch.nn.functional.cross_entropy(
+        logits[0] @ logits[1].t(), target, None if of_class is None else of_class.double()
+    )
+    exact.backward()
+    for one, other in zip(found, (exact, *(leaf.grad for leaf in logits)), strict=True):
+        assert other is not None
+        torch.testing.assert_close(one.double(), other.detach(), rtol=1e-4, atol=1e-6)
