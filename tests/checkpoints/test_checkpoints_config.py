@@ -158,7 +158,7 @@ def test_the_config_of_a_text_model(tmp_path: Path) -> None:
     assert QuantizationConfig.read(tmp_path) == QuantizationConfig.from_dict(COMPRESSED)
     (tmp_path / "config.json").write_text(json.dumps({**text, "quantization_config": MODELOPT}))
     assert QuantizationConfig.read(tmp_path) == QuantizationConfig.from_dict(MODELOPT)
-    for nothing in ({}, None, 3, {"quantization_config": None}):
+    for nothing in ({}, None, {"quantization_config": None}):
         (tmp_path / "config.json").write_text(json.dumps({"text_config": nothing}))
         expected = QuantizationConfig.from_hf_quant_config(HF_QUANT)
         assert QuantizationConfig.read(tmp_path) == expected

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gristmill.checkpoints.checks import shown
 from gristmill.checkpoints.names import COMPRESSED_TENSORS, FUSED, MODELOPT, shards_of
+from gristmill.checkpoints.patterns import Patterns
 from gristmill.errors import CheckpointError
 from gristmill.formats.nvfp4.tensor import BLOCK
+from gristmill.jit.folder import UntrustedError, read_plain
 
 CONFIG_FILE = "config.json"
 MODELOPT_FILE = "hf_quant_config.json"
 WITH_ACTIVATIONS, WEIGHT_ONLY = "NVFP4", "W4A16_NVFP4"
 PACKED_FORMAT = "nvfp4-pack-quantized"
+
+MOST_JSON = 64 << 20  # bytes: an index of a million tensors
+_MOST_DIGITS = 100
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,17 @@ class QuantizationConfig:
     ignore: tuple[str, ...] = ()
     targets: tuple[str, ...] = ()
     kv_cache: str | None = None
+    _ignored: Patterns = field(init=False, repr=False, compare=False)
+    _targeted: Patterns = field(init=False, repr=False, compare=False)
+    _all_linear: bool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        inner = self.producer == MODELOPT.producer
+        # A word with a capital is the class of a layer, and all that matter here are "Linear".
+        all_linear = not self.targets or any(name[:1].isupper() for name in self.targets)
+        object.__setattr__(self, "_ignored", Patterns("ignore", self.ignore, inner=inner))
+        object.__setattr__(self, "_targeted", Patterns("targets", self.targets, inner=inner))
+        object.__setattr__(self, "_all_linear", all_linear)
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> QuantizationConfig:
@@ -47,28 +62,33 @@ class QuantizationConfig:
         where = "quantization_config"
         if "quantization" in config:
             return cls.from_hf_quant_config(config)
-        method = str(config.get("quant_method", "")).lower()
+        named = config.get("quant_method")
+        method = named.lower() if isinstance(named, str) else ""
         if method == COMPRESSED_TENSORS.producer:
             return _compressed_tensors(config)
         if not method.startswith(MODELOPT.producer):
             raise CheckpointError(
                 f"{where}: quant_method must be 'modelopt' or 'compressed-tensors', "
-                f"got {config.get('quant_method')!r}"
+                f"got {shown(named)}"
             )
         activations = _algorithm(where, config.get("quant_algo")) == WITH_ACTIVATIONS
         groups = _groups(where, config)
+        quantized = []
         for name, group in groups.items():
-            weights = _of(group, "weights")
-            _check_group_size(f"{where}: group {name!r}", weights.get("group_size"))
-            _check_kind(f"{where}: group {name!r}", {"num_bits": 4, "type": "float", **weights})
-        if groups and all(group.get("input_activations") is None for group in groups.values()):
+            here = f"{where}: group {shown(name)}"
+            weights = _object(here, "weights", group.get("weights"))
+            _check_group_size(here, weights.get("group_size"))
+            _check_kind(here, {"num_bits": 4, "type": "float", **weights})
+            quantized.append(_has_activations(here, group))
+        if groups and not any(quantized):
             activations = False
         _check_group_size(where, config.get("group_size"))
-        return cls(
+        return _made(
+            where,
             producer=MODELOPT.producer,
             activations=activations,
             ignore=_strings(where, "ignore", config.get("ignore")),
-            kv_cache=_kv_cache_of_scheme(config.get("kv_cache_scheme")),
+            kv_cache=_kv_cache_of_scheme(where, config.get("kv_cache_scheme")),
         )
 
     @classmethod
@@ -77,15 +97,22 @@ class QuantizationConfig:
         where = MODELOPT_FILE
         quantization = config.get("quantization")
         if not isinstance(quantization, Mapping):
-            raise CheckpointError(f"{where}: there is no 'quantization' in it, got {list(config)}")
+            raise CheckpointError(
+                f"{where}: there is no 'quantization' in it, got {shown(list(config))}"
+            )
         algorithm = _algorithm(where, quantization.get("quant_algo"))
         _check_group_size(where, quantization.get("group_size"))
-        kv_cache = quantization.get("kv_cache_quant_algo")
-        return cls(
+        kv_cache = quantization.get("kv_cache_quant_algo") or None
+        if kv_cache is not None and not isinstance(kv_cache, str):
+            raise CheckpointError(
+                f"{where}: kv_cache_quant_algo must be a string, got {shown(kv_cache)}"
+            )
+        return _made(
+            where,
             producer=MODELOPT.producer,
             activations=algorithm == WITH_ACTIVATIONS,
             ignore=_strings(where, "exclude_modules", quantization.get("exclude_modules")),
-            kv_cache=str(kv_cache).lower() if kv_cache else None,
+            kv_cache=None if kv_cache is None else kv_cache.lower(),
         )
 
     @classmethod
@@ -95,12 +122,14 @@ class QuantizationConfig:
         In a config.json of several models, that of the text model counts.
         """
         folder = Path(folder)
-        content = read_json(folder / CONFIG_FILE)
+        path = folder / CONFIG_FILE
+        content = read_json(path)
         config = content.get("quantization_config")
         if config is None:
-            config = _of(content, "text_config").get("quantization_config")
+            text = _object(str(path), "text_config", content.get("text_config"))
+            config = text.get("quantization_config")
         if config is not None:
-            return _told(folder / CONFIG_FILE, cls.from_dict, config)
+            return _told(path, cls.from_dict, config)
         config = read_json(folder / MODELOPT_FILE)
         return _told(folder / MODELOPT_FILE, cls.from_hf_quant_config, config) if config else None
 
@@ -113,7 +142,7 @@ class QuantizationConfig:
         name also speaks for what lies below it, and may be some inner part of the whole name, as
         older exports wrote it.
         """
-        if self._is_named(module, self.ignore):
+        if self._ignored.match(module):
             return True
         parts = shards_of(module, fused) or [module]
         left = [part for part in parts if self._is_left(part)]
@@ -126,30 +155,17 @@ class QuantizationConfig:
         return bool(left)
 
     def _is_left(self, module: str) -> bool:
-        # A word with a capital is the class of a layer, and all that matter here are "Linear".
-        all_linear = not self.targets or any(name[:1].isupper() for name in self.targets)
-        return self._is_named(module, self.ignore) or not (
-            all_linear or self._is_named(module, self.targets)
-        )
-
-    def _is_named(self, module: str, patterns: tuple[str, ...]) -> bool:
-        inner = self.producer == MODELOPT.producer
-        return any(
-            _matches(module, pattern) or (inner and f".{pattern.strip('.')}." in f".{module}.")
-            for pattern in patterns
+        return self._ignored.match(module) or not (
+            self._all_linear or self._targeted.match(module)
         )
 
 
-def _matches(module: str, pattern: str) -> bool:
-    if pattern.startswith("re:"):
-        try:
-            return re.match(pattern[3:], module) is not None
-        except re.error as problem:
-            raise CheckpointError(
-                f"ignore: {pattern!r} is no regular expression: {problem}"
-            ) from problem
-    # With the dot: a pattern that takes everything below a module takes the module.
-    return fnmatchcase(module, pattern) or fnmatchcase(f"{module}.", pattern)
+def _made(where: str, **fields: Any) -> QuantizationConfig:
+    """A config; an error in its patterns with where they stand."""
+    try:
+        return QuantizationConfig(**fields)
+    except CheckpointError as problem:
+        raise CheckpointError(f"{where}: {problem}") from problem
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> QuantizationConfig:
@@ -162,80 +178,96 @@ def _compressed_tensors(config: Mapping[str, Any]) -> QuantizationConfig:
     activations = False
     targets: list[str] = []
     for name, group in groups.items():
-        here = f"{where}: group {name!r}"
+        here = f"{where}: group {shown(name)}"
         stored_as = group.get("format") or config.get("format")
         if stored_as not in (None, PACKED_FORMAT):
             raise CheckpointError(
-                f"{here} has format {stored_as!r}; only {PACKED_FORMAT!r} is read"
+                f"{here} has format {shown(stored_as)}; only {PACKED_FORMAT!r} is read"
             )
-        weights = _of(group, "weights")
+        weights = _object(here, "weights", group.get("weights"))
         _check_kind(here, weights)
         _check_group_size(here, weights.get("group_size"))
         for key, right in (("strategy", "tensor_group"), ("symmetric", True)):
             if weights.get(key, right) != right:
-                raise CheckpointError(f"{here} has {key} {weights[key]!r}; NVFP4 has {right!r}")
-        activations |= group.get("input_activations") is not None
+                raise CheckpointError(f"{here} has {key} {shown(weights[key])}; NVFP4 has {right!r}")
+        activations |= _has_activations(here, group)
         targets += _strings(here, "targets", group.get("targets"))
-    return QuantizationConfig(
+    return _made(
+        where,
         producer=COMPRESSED_TENSORS.producer,
         activations=activations,
         ignore=_strings(where, "ignore", config.get("ignore")),
         targets=tuple(targets),
-        kv_cache=_kv_cache_of_scheme(config.get("kv_cache_scheme")),
+        kv_cache=_kv_cache_of_scheme(where, config.get("kv_cache_scheme")),
     )
 
 
 def _algorithm(where: str, value: Any) -> str:
     if not value:
         raise CheckpointError(f"{where}: quant_algo is missing")
-    name = str(value).upper()
+    name = value.upper() if isinstance(value, str) else ""
     if name in (WITH_ACTIVATIONS, WEIGHT_ONLY):
         return name
     awq = "; its weights expect inputs multiplied by pre_quant_scale" if "AWQ" in name else ""
     raise CheckpointError(
-        f"{where}: quant_algo {value!r} is not supported, only {WITH_ACTIVATIONS} and "
+        f"{where}: quant_algo {shown(value)} is not supported, only {WITH_ACTIVATIONS} and "
         f"{WEIGHT_ONLY} are{awq}"
     )
 
 
 def _check_group_size(where: str, size: Any) -> None:
-    if size is not None and str(size) != str(BLOCK):
-        raise CheckpointError(f"{where}: group_size must be {BLOCK}, got {size!r}")
+    if size is not None and (type(size) is not int or size != BLOCK):
+        raise CheckpointError(f"{where}: group_size must be {BLOCK}, got {shown(size)}")
 
 
 def _check_kind(where: str, weights: Mapping[str, Any]) -> None:
-    kind = weights.get("num_bits"), weights.get("type")
-    if kind != (4, "float"):
+    bits, kind = weights.get("num_bits"), weights.get("type")
+    if type(bits) is not int or (bits, kind) != (4, "float"):
         raise CheckpointError(
-            f"{where} has weights of {kind[0]} bits and type {kind[1]!r}; "
+            f"{where} has weights of {shown(bits)} bits and type {shown(kind)}; "
             f"NVFP4 has 4 bits and type 'float'"
         )
 
 
 def _groups(where: str, config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    groups = config.get("config_groups") or {}
+    groups = {} if config.get("config_groups") is None else config["config_groups"]
     if not isinstance(groups, Mapping) or not all(isinstance(g, Mapping) for g in groups.values()):
-        raise CheckpointError(f"{where}: config_groups must map names to objects, got {groups!r}")
+        raise CheckpointError(
+            f"{where}: config_groups must map names to objects, got {shown(groups)}"
+        )
     return dict(groups)
 
 
-def _of(group: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = group.get(key)
-    return value if isinstance(value, Mapping) else {}
+def _object(where: str, key: str, value: Any) -> Mapping[str, Any]:
+    if value is not None and not isinstance(value, Mapping):
+        raise CheckpointError(f"{where}: {key} must be an object, got {shown(value)}")
+    return value or {}
+
+
+def _has_activations(where: str, group: Mapping[str, Any]) -> bool:
+    given = group.get("input_activations")
+    _object(where, "input_activations", given)
+    return given is not None
 
 
 def _strings(where: str, key: str, value: Any) -> tuple[str, ...]:
     if value is None:
         return ()
     if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):
-        raise CheckpointError(f"{where}: {key} must be a list of strings, got {value!r}")
+        raise CheckpointError(f"{where}: {key} must be a list of strings, got {shown(value)}")
     return tuple(value)
 
 
-def _kv_cache_of_scheme(scheme: Any) -> str | None:
-    if not isinstance(scheme, Mapping):
+def _kv_cache_of_scheme(where: str, given: Any) -> str | None:
+    scheme = _object(where, "kv_cache_scheme", given)
+    if given is None:
         return None
     kind, bits = scheme.get("type"), scheme.get("num_bits")
+    if not isinstance(kind, str) or type(bits) is not int:
+        raise CheckpointError(
+            f"{where}: kv_cache_scheme must have a string as type and an integer as num_bits, got "
+            f"{shown(kind)} and {shown(bits)}"
+        )
     return "fp8" if (kind, bits) == ("float", 8) else f"{kind}{bits}"
 
 
@@ -243,7 +275,7 @@ def _told(path: Path, parse: Any, config: Any) -> QuantizationConfig:
     """An error of `parse`, with the file it is about."""
     try:
         if not isinstance(config, Mapping):
-            raise CheckpointError(f"expected an object, got {config!r}")
+            raise CheckpointError(f"expected an object, got {shown(config)}")
         parsed: QuantizationConfig = parse(config)
     except CheckpointError as problem:
         raise CheckpointError(f"{path}: {problem}") from problem
@@ -251,13 +283,30 @@ def _told(path: Path, parse: Any, config: Any) -> QuantizationConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; empty where there is no such file."""
+    """The object in a file; empty where there is no such file.
+
+    NaN and Infinity are taken: configs of published models have them.
+    """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        text = read_plain(path, MOST_JSON).decode("utf-8")
+        value = json.loads(text, parse_int=_integer)
     except FileNotFoundError:
         return {}
+    except UntrustedError as problem:
+        raise CheckpointError(
+            f"{path} cannot be read: {problem}, more than {MOST_JSON}"
+        ) from problem
+    except RecursionError:
+        raise CheckpointError(f"{path} cannot be read: its values are nested too deeply") from None
     except (OSError, ValueError) as problem:
         raise CheckpointError(f"{path} cannot be read: {problem}") from problem
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected an object, got {type(value).__name__}")
     return value
+
+
+def _integer(digits: str) -> int:
+    # Python takes the square of their number, and versions differ in what is too much.
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"a number has {len(digits)} digits, more than {_MOST_DIGITS}")
+    return int(digits)

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from gristmill.checkpoints.checks import check_plain, shown
 from gristmill.checkpoints.config import read_json
 from gristmill.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+
+MOST_CHARACTERS = 1000  # of a tensor's name
+
+# What an index may list: files beside it, whatever the system.
+_BESIDE = re.compile(r"[^/\\:\0]+\.safetensors")
+_SHARD = re.compile(r"(.*)-[0-9]{5}-of-([0-9]{5})\.safetensors", re.DOTALL)
 
 # Opening a file costs milliseconds where it holds tens of thousands of tensors; but pages that were
 # read stay in memory until it is closed. So it is closed now and then.
@@ -34,7 +42,7 @@ class Files:
         self.path = Path(path)
         self.folder = self.path if self.path.is_dir() else self.path.parent
         index = self.path / INDEX_FILE if self.path.is_dir() else self.path
-        if index.name.endswith(".index.json") and index.is_file():
+        if index.name.endswith(".index.json") and os.path.lexists(index):
             self.where = _listed(index)
         else:
             self.where = _found(self.path)
@@ -46,7 +54,7 @@ class Files:
         try:
             return self.where[name]
         except KeyError:
-            near = difflib.get_close_matches(name, self.where, n=3)
+            near = difflib.get_close_matches(name, _alike(name, self.where), n=3)
             hint = f"; did you mean {', '.join(near)}?" if near else ""
             raise CheckpointError(f"{self.path}: there is no tensor {name!r}{hint}") from None
 
@@ -74,20 +82,20 @@ class Reader:
 
     def kind(self, name: str) -> tuple[str, tuple[int, ...]]:
         """The dtype, as safetensors writes it, and the shape of a tensor; its data is not read."""
-        with _named(self.files.file_of(name)):
+        with _named(self.files.file_of(name), name):
             part = self._open(name).get_slice(name)
             return str(part.get_dtype()), tuple(part.get_shape())
 
     def view(self, name: str) -> torch.Tensor:
         """A tensor in the memory of the open file: to be copied before the next is asked for."""
-        with _named(self.files.file_of(name)):
+        with _named(self.files.file_of(name), name):
             tensor: torch.Tensor = self._open(name).get_tensor(name)
         self._read += tensor.nbytes
         return tensor
 
     def metadata(self, name: str) -> dict[str, str]:
         """What the file of a tensor says of itself."""
-        with _named(self.files.file_of(name)):
+        with _named(self.files.file_of(name), name):
             return dict(self._open(name).metadata() or {})
 
     def close(self) -> None:
@@ -106,46 +114,109 @@ class Reader:
 def _open(path: Path) -> Any:
     from safetensors import safe_open
 
+    check_plain(path)
     handle: Any = safe_open(path, framework="pt", device="cpu")
     return handle.__enter__()
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Errors of safetensors, as ours and with the file's name."""
-    from safetensors import SafetensorError
-
+def _named(path: Path, name: str = "") -> Iterator[None]:
+    """Errors of safetensors, and of torch about what a header says, as ours: with the file's name,
+    and the tensor's."""
     try:
         yield
-    except (OSError, SafetensorError) as problem:
-        raise CheckpointError(f"{path} cannot be read: {problem}") from problem
+    except CheckpointError:
+        raise
+    except Exception as problem:
+        tensor = f"{name}: " if name else ""
+        # torch adds where in its own code it was.
+        said = (str(problem).splitlines() or [type(problem).__name__])[0]
+        raise CheckpointError(f"{path} cannot be read: {tensor}{said}") from problem
+
+
+def _alike(name: str, names: Iterable[str]) -> list[str]:
+    """The names with as many parts of which all but one are the same: to compare those of a large
+    model letter by letter would take a minute."""
+    parts = name.split(".")
+    split = ((other, other.split(".")) for other in names)
+    return [
+        other
+        for other, others in split
+        if len(others) == len(parts)
+        and sum(one != two for one, two in zip(others, parts, strict=True)) < 2
+    ]
+
+
+def names_in(path: Path) -> list[str]:
+    """Of the tensors in one file."""
+    with _named(path):
+        handle = _open(path)
+        names = list(handle.keys())
+        handle.__exit__(None, None, None)
+    _check_names(path, names)
+    return names
+
+
+def _check_names(path: Path, names: Iterable[str]) -> None:
+    for name in names:
+        if len(name) > MOST_CHARACTERS:
+            raise CheckpointError(
+                f"{path}: the name of a tensor may have {MOST_CHARACTERS} characters, "
+                f"{shown(name)} has {len(name)}"
+            )
 
 
 def _listed(index: Path) -> dict[str, Path]:
     weights = read_json(index).get("weight_map")
     if not isinstance(weights, dict):
         raise CheckpointError(f"{index}: there is no weight_map in it")
-    missing = sorted({file for file in weights.values() if not (index.parent / file).is_file()})
+    paths: dict[str, Path] = {}
+    for name, file in weights.items():
+        if not isinstance(file, str) or _BESIDE.fullmatch(file) is None:
+            raise CheckpointError(
+                f"{index}: weight_map must name safetensors files in the same folder, got "
+                f"{shown(file)} for {shown(name)}"
+            )
+        paths.setdefault(file, index.parent / file)
+    _check_names(index, weights)
+    missing = sorted(file for file, path in paths.items() if not os.path.lexists(path))
     if missing:
-        raise CheckpointError(f"{index} lists files that are not there: {', '.join(missing)}")
-    return {name: index.parent / file for name, file in weights.items()}
+        more = ", ..." if len(missing) > 10 else ""
+        raise CheckpointError(
+            f"{index} lists files that are not there: {', '.join(missing[:10])}{more}"
+        )
+    for path in paths.values():
+        check_plain(path)
+    return {name: paths[file] for name, file in weights.items()}
 
 
 def _found(path: Path) -> dict[str, Path]:
     paths = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     # A single file under the usual name is the whole model, whatever lies beside it.
     paths = [one for one in paths if one.name == SINGLE_FILE] or paths
-    if not paths or not paths[0].is_file():
+    if not paths or not os.path.lexists(paths[0]):
         there = sorted(one.name for one in path.glob("*"))[:10] if path.is_dir() else "no such file"
         raise CheckpointError(f"{path}: there are no safetensors files; found {there}")
+    if path.is_dir():
+        _check_whole(path, paths)
     files: dict[str, Path] = {}
     for one in paths:
-        with _named(one):
-            handle = _open(one)
-            names = handle.keys()
-            handle.__exit__(None, None, None)
-        for name in names:
+        for name in names_in(one):
             if name in files:
                 raise CheckpointError(f"{name} is both in {files[name]} and in {one}")
             files[name] = one
     return files
+
+
+def _check_whole(folder: Path, paths: list[Path]) -> None:
+    """That of a checkpoint in numbered parts all are there, where no index tells: what a writer that
+    was killed has left is none."""
+    there: dict[tuple[str, str], int] = {}
+    for found in filter(None, (_SHARD.fullmatch(path.name) for path in paths)):
+        there[found[1], found[2]] = there.get((found[1], found[2]), 0) + 1
+    for (stem, wanted), count in there.items():
+        if count != int(wanted):
+            raise CheckpointError(
+                f"{folder}: there are {count} of the {int(wanted)} files {stem}-...-of-{wanted}"
+                f".safetensors, and no {INDEX_FILE}"
+            )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
-
-import torch
 
 from gristmill.checkpoints.files import Files, Reader
 from gristmill.checkpoints.names import COMPRESSED_TENSORS, MODELOPT, Names
@@ -88,10 +87,10 @@ def find_layer(reader: Reader, module: str, *, swizzled: bool) -> Layer:
         found = ", ".join(parts_of(files, module))
         raise CheckpointError(f"{files.path}: {module} lacks {missing}; there are {found}")
     shape = kinds[names.codes][1]
-    if len(shape) != 2 or shape[1] % (BLOCK // 2):
+    if len(shape) != 2 or shape[1] % (BLOCK // 2) or 0 in shape:
         raise CheckpointError(
-            f"{files.at(f'{module}.{names.codes}')} must have shape (N, K / 2) with K a multiple "
-            f"of {BLOCK}, got {shape}"
+            f"{files.at(f'{module}.{names.codes}')} must have shape (N, K / 2), not empty, with K "
+            f"a multiple of {BLOCK}, got {shape}"
         )
     layer = Layer(module, names, shape[0], shape[1] * 2)
     _check_order(reader, layer, kinds[names.scales][1], swizzled)
@@ -113,7 +112,7 @@ def _check_order(reader: Reader, layer: Layer, shape: tuple[int, ...], swizzled:
     at = reader.files.at(layer.scales)
     plain = layer.rows, layer.columns // BLOCK
     tall, wide = tiles.padded(*plain)
-    is_whole = torch.Size(shape).numel() == tall * wide
+    is_whole = math.prod(shape) == tall * wide
     if swizzled and is_whole:
         return
     if swizzled:

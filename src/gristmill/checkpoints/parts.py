@@ -75,6 +75,12 @@ def _whole(weights: Mapping[str, Weight], stem: str) -> Iterator[tuple[str, Weig
             f"{' and '.join(layers)}, got shape {tuple(weight.shape)}"
         )
     bias = weights.get(f"{stem}{_BIAS}")
+    lines = weight.row_scale.shape
+    if bias is not None and (not isinstance(bias, torch.Tensor) or bias.shape != lines):
+        got = tuple(bias.shape) if isinstance(bias, torch.Tensor) else type(bias).__name__
+        raise CheckpointError(
+            f"save_modelopt: {stem}{_BIAS} must have shape {tuple(lines)}, got {got}"
+        )
     for number, layer in enumerate(layers):
         some = slice(number * rows, (number + 1) * rows)
         yield f"{owner}.{layer}", weight.rows(some.start, some.stop)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from gristmill.checkpoints.checks import check_block_scales, multiplier
+from gristmill.checkpoints.checks import check_block_scales, multiplier, shown
 from gristmill.checkpoints.config import QuantizationConfig
 from gristmill.checkpoints.files import Files, Reader
 from gristmill.checkpoints.layers import Layer, check_inputs, find_layer, names_of, parts_of
@@ -17,6 +17,8 @@ from gristmill.formats.nvfp4 import NVFP4Tensor, tiles
 from gristmill.formats.nvfp4.tensor import BLOCK
 
 Device = torch.device | str
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 class Checkpoint:
@@ -92,6 +94,21 @@ class Checkpoint:
             factor = self._copy(reader, layer, codes, scales)
         return NVFP4Tensor(codes, scales, factor.to(device, copy=True))
 
+    def bias(self, module: str, device: Device = "cpu") -> torch.Tensor | None:
+        """The bias of a module in NVFP4; None where it has none."""
+        name = f"{module}.bias"
+        if name not in self._files:
+            return None
+        with self._files.reading() as reader:
+            rows = self._layer(reader, module).rows
+            dtype, shape = reader.kind(name)
+            if dtype not in _FLOATS or shape != (rows,):
+                raise CheckpointError(
+                    f"{self._files.at(name)} must have shape {(rows,)} and one of the dtypes "
+                    f"{', '.join(_FLOATS)}, got {dtype} {shape}"
+                )
+            return reader.view(name).to(device, copy=True)
+
     def fused(self, modules: Sequence[str], device: Device = "cpu") -> NVFP4Tensor:
         """The weights of modules with one input, such as q, k and v, as one: rows below rows.
 
@@ -140,16 +157,21 @@ class Checkpoint:
             if name.startswith(f"{prefix}."):
                 number = name[len(prefix) + 1 :].partition(".")[0]
                 if number.isdecimal():
-                    numbers.add(int(number))
+                    numbers.add(number)
         if not numbers:
             raise CheckpointError(
                 f"{self.path}: there are no experts {prefix}.0, {prefix}.1, ...{self._why(prefix)}"
             )
-        missing = sorted(set(range(max(numbers) + 1)) - numbers)
+        # As words: a number in a name may be of any size.
+        missing = [number for number in range(len(numbers)) if str(number) not in numbers]
         if missing:
-            raise CheckpointError(f"{self.path}: {prefix} has no experts {missing[:10]}")
+            beyond = sorted(numbers - set(map(str, range(len(numbers)))))
+            raise CheckpointError(
+                f"{self.path}: {prefix} has no experts {missing[:10]}, but others that are called "
+                f"{shown(beyond)}"
+            )
         chosen = list(range(len(numbers))) if local is None else list(local)
-        unknown = sorted(set(chosen) - numbers)
+        unknown = sorted(set(chosen) - set(range(len(numbers))))
         if unknown:
             raise CheckpointError(
                 f"{self.path}: {prefix} has {len(numbers)} experts, local asks for {unknown}"
@@ -179,26 +201,30 @@ class Checkpoint:
         """One matrix for each list of modules, its rows those of the modules in turn."""
         if not modules:
             raise CheckpointError("experts: local is empty")
+        stack: list[list[Layer]] = []
         shape: tuple[int, int] | None = None
-        for number, names in enumerate(modules):
+        for names in modules:
             layers = [self._layer(reader, name) for name in names]
             check_inputs(layers)
             if len({layer.rows for layer in layers}) > 1:
-                rows = " and ".join(str(layer.rows) for layer in layers)
+                counts = " and ".join(str(layer.rows) for layer in layers)
                 raise CheckpointError(
                     f"{self.path}: {' and '.join(names)} must have the same number of rows, "
-                    f"got {rows}"
+                    f"got {counts}"
                 )
             found = sum(layer.rows for layer in layers), layers[0].columns
-            if shape is None:
-                shape = found
-                codes, scales = _empty((len(modules), shape[0]), shape[1], device)
-                row_scale = _empty_scale(len(modules), shape[0])
-            elif found != shape:
+            shape = shape or found
+            if found != shape:
                 raise CheckpointError(
                     f"{self.path}: {' and '.join(names)} have shape {found}, those of the first "
                     f"expert {shape}"
                 )
+            stack.append(layers)
+        # Memory is taken for what the files have been seen to hold.
+        rows, columns = found
+        codes, scales = _empty((len(stack), rows), columns, device)
+        row_scale = _empty_scale(len(stack), rows)
+        for number, layers in enumerate(stack):
             self._copy_all(reader, layers, codes[number], scales[number], row_scale[number])
         return NVFP4Tensor(codes, scales, row_scale.to(device))
 

@@ -50,7 +50,8 @@ def save_modelopt(
 
     Everything is written elsewhere in the folder first and put in place at the end, so an error
     leaves a checkpoint that was there as it was. Files of such a one that the new one has no use
-    for are removed.
+    for are removed. A link in the place of a file is replaced, not followed. A process that is
+    killed while it puts files in place leaves no folder that reads as a checkpoint of both.
 
     Args:
         folder: made if it is not there.
@@ -243,13 +244,20 @@ def _replacing(folder: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as place:
         yield Path(place)
         written = sorted(path.name for path in Path(place).iterdir())
-        # The index last of all, when what it lists is there; and an old one is the first to go.
+        there = [path.name for path in folder.iterdir() if _OURS.fullmatch(path.name)]
+        old = [INDEX_FILE, *sorted(there)]
+        for name in (*written, *old):
+            if (folder / name).is_dir():
+                raise CheckpointError(
+                    f"save_modelopt: {folder / name} is a folder, and would have to be a file"
+                )
+        # Nothing of the old tensors is left when the first of the new ones comes, but for a single
+        # file that is replaced at once. The index comes last, when what it lists is there.
+        for name in old:
+            if name != SINGLE_FILE or name not in written:
+                (folder / name).unlink(missing_ok=True)
         for name in sorted(written, key=lambda name: name == INDEX_FILE):
             os.replace(Path(place) / name, folder / name)
-    old = {INDEX_FILE: None} | {path.name: None for path in folder.iterdir()}
-    for name in old:
-        if name not in written and (name == INDEX_FILE or _OURS.fullmatch(name)):
-            (folder / name).unlink(missing_ok=True)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

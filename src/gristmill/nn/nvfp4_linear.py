@@ -118,16 +118,17 @@ class NVFP4Linear(NVFP4Module):
             raise ArgumentError("NVFP4Linear.from_checkpoint: modules must name at least one layer")
         place = torch.device("cpu" if device is None else device)
         weight = opened.fused(names, place) if len(names) > 1 else opened.linear(names[0], place)
-        biased = [name for name in names if f"{name}.bias" in opened]
-        if biased and len(biased) < len(names):
-            bare = next(name for name in names if name not in biased)
+        stored = {name: opened.bias(name, place) for name in names}
+        biases = {name: bias for name, bias in stored.items() if bias is not None}
+        if biases and len(biases) < len(stored):
+            bare = next(name for name in names if name not in biases)
             raise ArgumentError(
-                f"NVFP4Linear.from_checkpoint: {biased[0]} has a bias and {bare} has none; layers "
-                f"can be fused where all of them have one or none has"
+                f"NVFP4Linear.from_checkpoint: {next(iter(biases))} has a bias and {bare} has none;"
+                f" layers can be fused where all of them have one or none has"
             )
         bias = None
-        if biased:
-            bias = torch.cat([opened.tensor(f"{name}.bias", place) for name in names])
+        if biases:
+            bias = torch.cat([biases[name] for name in names])
             bias = bias if dtype is None else bias.to(dtype)
         return cls._of(weight, bias, act)
 

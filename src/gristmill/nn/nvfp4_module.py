@@ -7,7 +7,8 @@ Which hook does what:
   On its way between devices it is unpacked before it leaves one and packed when it has come to the
   other, so that a GPU does either.
 - `_save_to_state_dict` unpacks into new tensors; `_load_from_state_dict` shows torch such tensors
-  in the buffers' places, then packs them into the memory that the buffers had all along.
+  in the buffers' places, then packs them into the memory that the buffers had all along. First it
+  looks at all that a state dict has for the module: of what does not fit nothing is loaded.
 - A pickle, and a deep copy, has the buffers as they are; `__setstate__` lays them out anew where
   they have come to another kind of device.
 
@@ -18,12 +19,13 @@ weight that is gate before up (`_paired`) fragments are in pairs, always.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from gristmill.errors import ArgumentError
+from gristmill.errors import ArgumentError, CheckpointError
+from gristmill.formats.nvfp4 import packing
 from gristmill.formats.nvfp4 import tensor as formats
 from gristmill.formats.nvfp4.tensor import (
     BLOCK,
@@ -55,6 +57,7 @@ class NVFP4Module(torch.nn.Module):
 
     _prefixes: ClassVar[tuple[str, ...]] = ("",)
     _paired: ClassVar[tuple[str, ...]] = ()  # those of weights that are gate before up
+    _is_strict = False  # while `load_state_dict` is called on this very module, its `strict`
 
     def _shape(self, prefix: str) -> tuple[int, ...]:
         """Of the weight."""
@@ -171,6 +174,23 @@ class NVFP4Module(torch.nn.Module):
                 for name, part in zip(_NAMES, parts, strict=True):
                     destination[prefix + which + name] = part
 
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As of every module, but all or nothing.
+
+        What has a wrong shape or dtype, a block scale below zero or NaN, or a global scale that is
+        not finite or below zero, is an error, and so is, where `strict`, what is missing or
+        unexpected: then this module keeps all that it had. Of a larger model each such module is
+        loaded wholly or left as it was for itself; torch does not tell it whether keys may be
+        missing, so there it takes what is left of them before torch raises its error.
+        """
+        self.__dict__["_is_strict"] = strict
+        try:
+            return super().load_state_dict(state_dict, strict, assign)
+        finally:
+            del self.__dict__["_is_strict"]
+
     def _load_from_state_dict(
         self,
         state_dict: dict[str, Any],
@@ -185,15 +205,25 @@ class NVFP4Module(torch.nn.Module):
         activations out. Any other dtype is an error: torch would convert numbers that are codes.
         """
         packed: dict[str, PackedNVFP4] = {}
+        refused: list[str] = []
 
         def adapt(found: dict[str, Any], *others: Any) -> None:
+            self._adapt(found, prefix)
+            assign = local_metadata.get("assign_to_params_buffers", False)
+            problems = self._problems(found, prefix, assign)
+            error_msgs.extend(problems)
+            if problems or (self._is_strict and not self._has_all(found, prefix)):
+                # Torch goes on, and finds nothing to load.
+                refused.extend(key for key in self._local_state(prefix) if key in found)
+                for key in refused:
+                    del found[key]
+                return
             for which in self._prefixes:
                 old = self._packed(which)
                 is_there = any(prefix + which + name in found for name in _NAMES)
                 if is_there and old.layout != ROWS:
                     packed[which] = old
                     self._put(which, _in_layout(old.unpack(), ROWS))
-            self._adapt(found, prefix, error_msgs)
 
         # The last hook of all, for the others may bring the weight.
         adapting = self._register_load_state_dict_pre_hook(adapt)  # type: ignore[no-untyped-call]
@@ -209,7 +239,10 @@ class NVFP4Module(torch.nn.Module):
             )
         finally:
             adapting.remove()
-            if local_metadata.get("assign_to_params_buffers", False):
+            missing_keys[:] = [key for key in missing_keys if key not in refused]
+            if refused:
+                pass
+            elif local_metadata.get("assign_to_params_buffers", False):
                 for which in self._prefixes:
                     self._settle(which)
             else:
@@ -218,22 +251,61 @@ class NVFP4Module(torch.nn.Module):
                     self._put(which, old)
                     _overwrite(old, new)
 
-    def _adapt(self, state_dict: dict[str, Any], prefix: str, error_msgs: list[str]) -> None:
-        """What is to be loaded in the form of the buffers, which are in rows now."""
-        for name in self._weight_names():
-            held, found = self.get_buffer(name), state_dict.get(prefix + name)
+    def _adapt(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """What is to be loaded in the form of buffers in rows."""
+        for name, (shape, _) in self._kinds().items():
+            found = state_dict.get(prefix + name)
             if not isinstance(found, torch.Tensor):
                 continue
             found = found.detach()  # of a parameter too, which would not be assigned as a buffer
             if name.endswith("weight_scale_2"):
-                found = _for_every_row(found, held.shape)
+                found = _for_every_row(found, shape)
             if name.endswith("weight_scale") and found.dtype == torch.uint8:
                 found = found.view(E4M3)
             state_dict[prefix + name] = found
-            if found.dtype != held.dtype:
-                error_msgs.append(f"{prefix}{name} must have dtype {held.dtype}, got {found.dtype}")
-                del state_dict[prefix + name]
         state_dict.pop(f"{prefix}input_scale", None)
+
+    def _kinds(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Shapes and dtypes of the weights' parts in rows, by name."""
+        kinds: dict[str, tuple[torch.Size, torch.dtype]] = {}
+        for which in self._prefixes:
+            *lines, columns = self._shape(which)
+            for name, parts, dtype in (
+                ("weight", (columns // 2,), torch.uint8),
+                ("weight_scale", (columns // BLOCK,), E4M3),
+                ("weight_scale_2", (), torch.float32),
+            ):
+                kinds[which + name] = torch.Size((*lines, *parts)), dtype
+        return kinds
+
+    def _local_state(self, prefix: str) -> dict[str, torch.Tensor]:
+        """What a state dict has of this module, by the keys there."""
+        parts = {**self._parameters, **self._buffers}
+        left = self._non_persistent_buffers_set
+        return {
+            prefix + name: part
+            for name, part in parts.items()
+            if part is not None and name not in left
+        }
+
+    def _has_all(self, state_dict: dict[str, Any], prefix: str) -> bool:
+        """Whether torch will find nothing that is missing or unexpected."""
+        own = self._local_state(prefix)
+        below = tuple(f"{prefix}{name}." for name in self._modules)
+        others = {key for key in state_dict if key.startswith(prefix) and key not in own}
+        return own.keys() <= state_dict.keys() and all(key.startswith(below) for key in others)
+
+    def _problems(self, state_dict: dict[str, Any], prefix: str, assign: bool) -> list[str]:
+        """Why what is to be loaded cannot be, before any of it is."""
+        kinds = self._kinds()
+        problems = []
+        for key, held in self._local_state(prefix).items():
+            if key in state_dict:
+                name = key.removeprefix(prefix)
+                kind = kinds.get(name, (held.shape, None))
+                problem = _problem(key, state_dict[key], kind, held.is_meta or assign)
+                problems += [] if problem is None else [problem]
+        return problems
 
 
 def layout_by(codes: torch.Tensor, scales: torch.Tensor, dims: int) -> str:
@@ -300,8 +372,47 @@ def _are_plain(*tensors: torch.Tensor) -> bool:
     return all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors)
 
 
+def _problem(
+    key: str, found: Any, kind: tuple[torch.Size, torch.dtype | None], takes_meta: bool
+) -> str | None:
+    """Why a tensor cannot be loaded: one of a weight, or a bias, which has no certain dtype."""
+    shape, dtype = kind
+    if not isinstance(found, torch.Tensor):
+        return f"{key} must be a tensor, got {type(found).__name__}"
+    if found.layout != torch.strided or found.is_nested:
+        return f"{key} must be a dense tensor, got layout {found.layout}"
+    if found.shape != shape:
+        return (
+            f"size mismatch for {key}: copying a param with shape {found.shape} from checkpoint, "
+            f"the shape in current model is {shape}."
+        )
+    if dtype is not None and found.dtype != dtype:
+        return f"{key} must have dtype {dtype}, got {found.dtype}"
+    if dtype is None and not found.is_floating_point():
+        return f"{key} must have a floating-point dtype, got {found.dtype}"
+    if found.is_meta and not takes_meta:
+        return f"{key} is on the meta device: there are no values to load"
+    return _problem_of_values(key, found)
+
+
+def _problem_of_values(key: str, found: torch.Tensor) -> str | None:
+    """What is wrong with scales, where there are values to look at."""
+    from gristmill.checkpoints.checks import check_block_scales, check_global_scales
+
+    if not packing.is_real(found):
+        return None
+    try:
+        if found.dtype == E4M3:
+            check_block_scales(key, found)
+        elif key.endswith("weight_scale_2"):
+            check_global_scales(key, found)
+    except CheckpointError as problem:
+        return str(problem)
+    return None
+
+
 def _for_every_row(scale: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """`scale` of one value per matrix as `shape`; anything else is torch's to judge."""
+    """`scale` of one value per matrix as `shape`; anything else is for `_problem` to judge."""
     matrices = shape[:-1]
     if scale.shape == shape or scale.numel() != matrices.numel():
         return scale

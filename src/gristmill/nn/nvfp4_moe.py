@@ -244,13 +244,13 @@ def _biases(
     """Those of gate and up together and those of down, where a checkpoint has them."""
     from gristmill.checkpoints.names import EXPERTS
 
+    def one(module: str) -> torch.Tensor:
+        bias = opened.bias(module)
+        return opened.tensor(f"{module}.bias") if bias is None else bias  # says that it is missing
+
     def stacked(*parts: str) -> torch.Tensor:
-        return torch.stack(
-            [
-                torch.cat([opened.tensor(f"{prefix}.{number}.{part}.bias") for part in parts])
-                for number in range(experts)
-            ]
-        ).to(device)
+        each = ([one(f"{prefix}.{number}.{part}") for part in parts] for number in range(experts))
+        return torch.stack([torch.cat(some) for some in each]).to(device)
 
     for gate, up, down in EXPERTS:
         if f"{prefix}.0.{gate}.bias" in opened:

@@ -40,7 +40,7 @@ def pack(
     """As `fragments.pack`; `in_place`: over the bytes of `codes` and `scales` where they fit."""
     if pairs:
         fragments.check_pairs("prepare", codes.shape[-2])
-    if not _is_real(codes):
+    if not is_real(codes):
         return fragments.pack(codes, scales, pairs=pairs)
     if in_place and can_share(codes, scales):
         return _pack_in_place(codes, scales, pairs)
@@ -57,7 +57,7 @@ def unpack(
     codes: torch.Tensor, scales: torch.Tensor, rows: int, columns: int, *, pairs: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `fragments.unpack`."""
-    if not _is_real(codes):
+    if not is_real(codes):
         return fragments.unpack(codes, scales, rows, columns, pairs=pairs)
     stack = codes.shape[:-3]
     found = codes.new_empty((*stack, rows, columns // 2))
@@ -71,7 +71,7 @@ def to_tiles(scales: torch.Tensor, *, in_place: bool = False) -> torch.Tensor:
     """As `tiles.swizzle`; `in_place`: over the bytes of `scales` where they fit."""
     rows, columns = scales.shape[-2:]
     fits = rows % tiles.ROWS == 0 and columns % tiles.COLUMNS == 0 and scales.is_contiguous()
-    if not (in_place and fits and scales.numel() and _is_real(scales)):
+    if not (in_place and fits and scales.numel() and is_real(scales)):
         return tiles.swizzle(scales)
     if scales.data_ptr() % _ALIGNED:
         return tiles.swizzle(scales)
@@ -250,7 +250,7 @@ def launch(found: Kernel, grid: int, device: torch.device, values: tuple[int, ..
         start(torch.cuda.current_stream(device).cuda_stream, *values)
 
 
-def _is_real(codes: torch.Tensor) -> bool:
+def is_real(codes: torch.Tensor) -> bool:
     """Whether there are bytes to read and write: nothing traces, and no mode is active."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return False

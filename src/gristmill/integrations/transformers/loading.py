@@ -70,6 +70,13 @@ class Targets:
         self.modules = dict(modules)
         self.base = str(getattr(model, "base_model_prefix", "") or "")
         self._places = places_of(model)
+        self._counts = {
+            name: len(model.get_submodule(name).get_parameter(DOWN))
+            for name, layout in self.modules.items()
+            if layout is not None
+        }
+        # For each matrix of experts, what its tensors are called but for the expert's number.
+        self._called: dict[tuple[str, int], tuple[str, str]] = {}
         self._waiting: dict[str, dict[str, NVFP4Tensor | torch.Tensor]] = {}
 
     def named(self, owner: str) -> str | None:
@@ -78,6 +85,22 @@ class Targets:
             if name in self.modules:
                 return name
         return None
+
+    def check_expert(self, key: str, name: str, number: str, called: tuple[str, str]) -> None:
+        """That a tensor is of one of the model's experts, and that no other can be the same."""
+        count = self._counts[name]
+        # As Python writes it, so that no two names are of one expert.
+        if len(number) > 9 or str(int(number)) != number or int(number) >= count:
+            raise CheckpointError(
+                f"from_pretrained: {key} in the checkpoint is of none of the {count} experts of "
+                f"{name}, 0 to {count - 1}"
+            )
+        known = self._called.setdefault((name, _MATRICES[called[1]]), called)
+        if known != called:
+            raise CheckpointError(
+                f"from_pretrained: {key} in the checkpoint is of the same matrix as "
+                f"{known[0]}.{number}.{known[1]}"
+            )
 
     def put_linear(self, name: str, weight: NVFP4Tensor | torch.Tensor, config: Any) -> None:
         old = self.model.get_submodule(name)
@@ -176,6 +199,8 @@ class LoadNvfp4(WeightConverter):  # type: ignore[misc]
         if name is None or self.targets.modules[name] is None:
             return None
         matrix = _MATRICES[expert[3]]
+        if part == "bias" or role is not None:
+            self.targets.check_expert(key, name, expert[2], (expert[1], expert[3]))
         if part == "bias":
             return f"{name}.{DOWN_BIAS if matrix == 2 else GATE_UP_BIAS}", f"{matrix}.bias"
         if role is None:
@@ -213,32 +238,38 @@ class Assemble(ConversionOps):  # type: ignore[misc]
             self.targets.put_linear(name, one, self.config)
             done: tuple[str, ...] = (full_layer_name,)
         else:
-            part = self._experts(name, parameter, input_dict)
+            part = self._experts(name, parameter, layout, input_dict)
             done = self.targets.put_part(name, parameter, part)
         if missing_keys is not None:
             missing_keys.difference_update(done)
         return {}
 
     def _experts(
-        self, name: str, parameter: str, found: dict[str, list[torch.Tensor]]
+        self, name: str, parameter: str, layout: Layout, found: dict[str, list[torch.Tensor]]
     ) -> NVFP4Tensor | torch.Tensor:
-        matrices = ("2.",) if parameter in (DOWN, DOWN_BIAS) else ("0.", "1.")
         old = self.targets.model.get_submodule(name)
-        count = len(old.get_parameter(DOWN))
+        count, whole = len(old.get_parameter(DOWN)), old.get_parameter(parameter).detach()
+        is_bias = parameter in (DOWN_BIAS, GATE_UP_BIAS)
+        if parameter in (GATE_UP, GATE_UP_BIAS):
+            wanted = dict(zip(("0.", "1."), layout.split(whole, bias=is_bias), strict=True))
+        else:
+            wanted = {"2.": whole if is_bias else layout.down(whole)}
         for role, tensors in found.items():
             if len(tensors) != count:
                 raise CheckpointError(
                     f"{name}: the checkpoint has {len(tensors)} of {count} experts ({role})"
                 )
-        if parameter in (DOWN_BIAS, GATE_UP_BIAS):
-            return torch.cat([torch.stack(found[f"{one}bias"]) for one in matrices], 1)
-        weight = stacked_rows([_weight(name, found, one) for one in matrices])
-        if old.get_parameter(parameter).numel() != weight.shape.numel():
-            raise CheckpointError(
-                f"{name}: {parameter} has shape {tuple(weight.shape)} in the checkpoint, the "
-                f"model's is {tuple(old.get_parameter(parameter).shape)}"
-            )
-        return weight
+        if is_bias:
+            biases = [_biases(name, parameter, found, one, wanted[one].shape) for one in wanted]
+            return torch.cat(biases, 1)
+        weights = {one: _weight(name, found, one) for one in wanted}
+        for one, weight in weights.items():
+            if weight.shape != wanted[one].shape:
+                raise CheckpointError(
+                    f"{name}: a part of {parameter} has shape {tuple(weight.shape)} in the "
+                    f"checkpoint, the model's is {tuple(wanted[one].shape)}"
+                )
+        return stacked_rows(list(weights.values()))
 
 
 def _part(part: str) -> str | None:
@@ -249,6 +280,26 @@ def _part(part: str) -> str | None:
         if part in own:
             return f"{which}:{own[part]}"
     return None
+
+
+def _biases(
+    name: str,
+    parameter: str,
+    found: Mapping[str, list[torch.Tensor]],
+    matrix: str,
+    shape: torch.Size,
+) -> torch.Tensor:
+    """Those of one matrix of every expert."""
+    tensors = found.get(f"{matrix}bias", [])
+    for one in tensors:
+        if one.shape != shape[1:] or not one.is_floating_point():
+            raise CheckpointError(
+                f"{name}: a part of {parameter} must be floating-point numbers of shape "
+                f"{tuple(shape[1:])}, got {one.dtype} {tuple(one.shape)}"
+            )
+    if not tensors:
+        raise CheckpointError(f"{name}: a part of {parameter} is not in the checkpoint")
+    return torch.stack(tensors)
 
 
 def _weight(name: str, found: Mapping[str, list[torch.Tensor]], matrix: str) -> NVFP4Tensor:
@@ -267,9 +318,11 @@ def _weight(name: str, found: Mapping[str, list[torch.Tensor]], matrix: str) -> 
         parts.append(tensors)
     codes, scales, factors = parts
     for one in codes:
-        if one.dtype != torch.uint8 or one.dim() != 2:
+        if one.dtype != torch.uint8 or one.dim() != 2 or one.shape != codes[0].shape:
+            same = "" if one is codes[0] else f" of shape {tuple(codes[0].shape)}, as others are"
             raise CheckpointError(
-                f"{name}.{names.codes} must be a matrix of U8, got {one.dtype} {tuple(one.shape)}"
+                f"{name}.{names.codes} must be a matrix of U8{same}, got {one.dtype} "
+                f"{tuple(one.shape)}"
             )
     wanted = (codes[0].shape[0], codes[0].shape[1] * 2 // BLOCK)
     for one in scales:
@@ -281,7 +334,10 @@ def _weight(name: str, found: Mapping[str, list[torch.Tensor]], matrix: str) -> 
     stacked = torch.stack([one.view(torch.uint8) for one in scales]).view(E4M3)
     check_block_scales(f"{name}.{names.scales}", stacked)
     where = f"{name}.{names.global_scale}"
-    scale = torch.stack([multiplier(where, one.float().cpu(), names.divides) for one in factors])
+    for one in factors:
+        if one.dtype != torch.float32:
+            raise CheckpointError(f"{where} must be F32, got {one.dtype}")
+    scale = torch.stack([multiplier(where, one.cpu(), names.divides) for one in factors])
     return NVFP4Tensor(torch.stack(codes), stacked, scale.to(codes[0].device))
 
 

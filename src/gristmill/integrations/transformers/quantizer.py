@@ -14,6 +14,7 @@ from transformers.core_model_loading import WeightRenaming
 from transformers.quantizers.base import HfQuantizer
 
 from gristmill.checkpoints import QuantizationConfig
+from gristmill.checkpoints.files import names_in
 from gristmill.checkpoints.names import MODELOPT
 from gristmill.errors import ArgumentError, CheckpointError
 from gristmill.integrations.transformers import adapters
@@ -170,9 +171,11 @@ class Nvfp4HfQuantizer(HfQuantizer):  # type: ignore[misc]
     def _give_dtypes(self, model: Any) -> None:
         """Older versions leave what they rename in the dtype of the checkpoint."""
         plan = model._get_dtype_plan(model.dtype) if hasattr(model, "_get_dtype_plan") else {}
+        # Of the model's class, no checkpoint has a say in it.
+        patterns = [re.compile(one.replace("*", ".*")) for one in plan]
         for name, weight in model.named_parameters():
             wanted = self._dtypes.get(name, weight.dtype)
-            in_plan = any(re.search(one.replace("*", ".*"), name) for one in plan)
+            in_plan = any(one.search(name) for one in patterns)
             if weight.dtype != wanted and weight.is_floating_point() and not in_plan:
                 weight.data = weight.data.to(wanted)
 
@@ -226,13 +229,7 @@ def _names_in(files: Any) -> list[str] | None:
     """Of the tensors in a checkpoint's files; None where they tell it only when they are loaded."""
     if not files or not all(str(one).endswith(".safetensors") for one in files):
         return None
-    from safetensors import safe_open
-
-    names: list[str] = []
-    for one in files:
-        with safe_open(one, framework="pt") as opened:
-            names += opened.keys()
-    return names
+    return [name for one in files for name in names_in(Path(str(one)))]
 
 
 def _told_beside(files: Any) -> QuantizationConfig | None:

@@ -89,7 +89,7 @@ def loading_codes(prefix: str, loader: Any) -> Any:
 
 
 def is_loaded(layer: Any, names: Names, stack: str = "") -> bool:
-    """Whether there is something to process: `take` takes away what shows it."""
+    """Whether there is something to process: `install` takes away what shows it."""
     return hasattr(layer, stack + names.global_scale)
 
 
@@ -98,7 +98,7 @@ def take(
 ) -> NVFP4Tensor:
     """The weight that was loaded, checked, with a global scale for each row.
 
-    Codes and block scales stay the layer's; the global scales are taken off it.
+    The layer stays as it is: where another of its weights is refused, it can be loaded again.
 
     Args:
         prefix: the layer's name, for errors.
@@ -119,9 +119,7 @@ def take(
         check_block_scales(f"{prefix}.{stack}{names.scales}", scales)
     factors = factors.reshape(*codes.shape[:-2], len(widths))
     counts = torch.tensor(widths, device=factors.device)
-    weight = NVFP4Tensor(codes, scales, factors.repeat_interleave(counts, dim=-1))
-    delattr(layer, stack + names.global_scale)
-    return weight
+    return NVFP4Tensor(codes, scales, factors.repeat_interleave(counts, dim=-1))
 
 
 def _factors(where: str, scales: torch.Tensor, divides: bool) -> torch.Tensor:
@@ -159,7 +157,8 @@ def install(
     where that can be, and the loaded ones freed where it cannot.
 
     A layer that has a runner already is being loaded again: the new values go into the tensors of
-    that runner, whose addresses captured CUDA graphs have and whose id compiled graphs have.
+    that runner, whose addresses captured CUDA graphs have and whose id compiled graphs have. The
+    loaded global scales are taken off the layer, for each row has one now.
 
     Args:
         weights: by what the names of their tensors begin with, in the order `make` takes them.
@@ -186,6 +185,7 @@ def install(
         }
         for name, part in parts.items():
             layer.register_parameter(stack + name, part)
+        delattr(layer, stack + names.global_scale)
     return held
 
 
