@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import sanitize_accepted
-from sanitize_accepted import Access
+from sanitize_accepted import Access, variant_of
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 FOUND = 9  # what compute-sanitizer exits with where it has found something
@@ -25,7 +25,8 @@ _PLACE = re.compile(
     r"\bat (?:0x[0-9a-f]+ in )?(?:\S+:\d+:)?(?:void )?([A-Za-z_][\w:]*)(?=[<(+]|\s*$)"
 )
 # `Race reported between Write access at f+0x90 in /a/b.cuh:7`, `and Read access at f+0xb0 in b.cu:9
-# [31 hazards]`, `Write access at 0x90 in b.cu:7:f(Params)`.
+# [31 hazards]`, `Write access at 0x90 in b.cu:7:f(Params)`. Where lines are known, f is a function
+# inlined into the kernel.
 _ACCESS = re.compile(r"\b(\w+) access at \S.*?(?= and \w+ access at |$)")
 _LINE = re.compile(r" in (?:\S*/)?([^\s/:]+):(\d+)(?=[:\s\[]|$)")
 _NO_REPORT = re.compile(
@@ -59,9 +60,10 @@ def arguments(
 
 @dataclass(frozen=True)
 class Finding:
-    """A report: its first line, the kernel (None if it is not said), the run that it came in.
+    """A report: its first line, the kernel (None if no function is named) and the run it came in.
 
-    `accesses`: those that are said to race.
+    Where line numbers are known the kernel may be missing, and a function inlined into it is named
+    instead. `accesses`: those that are reported to race.
     """
 
     title: str
@@ -97,11 +99,12 @@ def read(
     `accepting`: reports that are accepted are no errors.
     """
     outcome, known = Outcome(tool), set(ours)
-    reports = list(findings(text))
+    reports = list(findings(text, known))
     for one in reports:
-        if one.kernel is not None and one.kernel not in known:
+        # The other tools look at our kernels alone: see `arguments`.
+        if tool == "initcheck" and one.kernel is not None and one.kernel not in known:
             outcome.others.append(one)
-        elif accepting and sanitize_accepted.reason(tool, one.kernel, one.accesses):
+        elif accepting and sanitize_accepted.reason(tool, one.run, one.accesses):
             outcome.accepted.append(one)
         else:
             outcome.errors.append(one)
@@ -127,8 +130,8 @@ def read(
     return outcome
 
 
-def findings(text: str) -> Iterator[Finding]:
-    """Every report of an output, whatever the tool."""
+def findings(text: str, kernels: Collection[str] = ()) -> Iterator[Finding]:
+    """Every report of an output, whatever the tool; `kernels`: the names of ours."""
     run, report_run = "", ""
     report: list[str] = []
     for line in [*text.splitlines(), "========= ERROR SUMMARY"]:
@@ -140,7 +143,8 @@ def findings(text: str) -> Iterator[Finding]:
         is_title = rest.startswith(" ") and not rest.startswith("  ") and rest.strip() != ""
         if is_title or not rest.strip():
             if report:
-                yield Finding(report[0], _kernel(report), report_run, tuple(_accesses(report)))
+                kernel = _kernel(report, kernels)
+                yield Finding(report[0], kernel, report_run, tuple(_accesses(report)))
             report = []
         if is_title and not _NO_REPORT.search(rest):
             report, report_run = [rest.strip()], run
@@ -148,18 +152,21 @@ def findings(text: str) -> Iterator[Finding]:
             report.append(rest.strip())
 
 
-def _kernel(report: list[str]) -> str | None:
-    for line in report:
-        if (found := _PLACE.search(line)) is not None:
-            return found[1]
-    return None
+def _kernel(report: list[str], kernels: Collection[str]) -> str | None:
+    """The first kernel of ours that is named, or else the first function."""
+    named = [found[1] for line in report for found in _PLACE.finditer(line)]
+    return next((name for name in named if name in kernels), next(iter(named), None))
 
 
 def _accesses(report: list[str]) -> Iterator[Access]:
     for line in report:
         for found in _ACCESS.finditer(line):
-            place = _LINE.search(found[0])
-            yield Access(found[1], place[1], int(place[2])) if place else Access(found[1], "", 0)
+            name, place = _PLACE.search(found[0]), _LINE.search(found[0])
+            function = name[1] if name else ""
+            if place:
+                yield Access(found[1], function, place[1], int(place[2]))
+            else:
+                yield Access(found[1], function)
 
 
 def _walked(text: str) -> dict[str, Any] | None:
@@ -212,8 +219,8 @@ def details(outcome: Outcome) -> Iterator[str]:
         kinds.setdefault((one.kernel or "no kernel is named", one.title), []).append(one)
     for (kernel, title), some in kinds.items():
         yield f"{outcome.tool}: {kernel}: {title} ({len(some)}, first in {some[0].run})"
-    for name, count in Counter(one.kernel for one in outcome.accepted).items():
-        yield f"{outcome.tool}: accepted: {count} in {name} (sanitize_accepted.py says why)"
+    for name, count in Counter(variant_of(one.run) for one in outcome.accepted).items():
+        yield f"{outcome.tool}: accepted: {count} in {name} (sanitize_accepted.py gives the reason)"
     for name, count in Counter(one.kernel for one in outcome.others).items():
         yield f"{outcome.tool}: not ours: {count} in {name}"
     for text in (*outcome.wrong, *outcome.broken):
