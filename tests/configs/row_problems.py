@@ -16,9 +16,10 @@ from gristmill.select.device import KNOWN, Device
 from gristmill.select.problem import Problem
 
 H200 = KNOWN["sm_90a"]
-# Others of its architecture, for which its table speaks, too.
+# Others of its architecture, which its table covers as well.
 H100_PCIE = replace(H200, name="NVIDIA H100 PCIe", multiprocessors=114)
 H20 = replace(H200, name="NVIDIA H20", multiprocessors=78)
+SLICE = replace(H200, name="NVIDIA H200 MIG 1g.18gb", multiprocessors=16)
 ROW_OPS = {
     name: op
     for name, op in OPS.items()
@@ -36,6 +37,11 @@ def of_rows(problem: Problem, rows: int, device: Device = H200) -> Problem:
     details = problem.layout
     layout = replace(details.layout, rows=rows)
     return replace(problem, rows=rows, device=device, layout=replace(details, layout=layout))
+
+
+def is_real(problem: Problem) -> bool:
+    """Whether a call has this layout: `ragged_layout` gives none for so many rows."""
+    return not (problem.layout.layout.ragged and problem.layout.layout.rows >= 2**31)
 
 
 def problems(op: Op, columns: int, dtype: torch.dtype, device: Device = H200) -> Iterator[Problem]:

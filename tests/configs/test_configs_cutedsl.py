@@ -1,7 +1,7 @@
 """The launches of rms_norm's variant in the CuTe DSL, by a model of who has what of a row.
 
-The kernel itself runs only where the DSL is installed; what it says of itself is enough to tell
-which launches are right: vector i of thread t is number t + i * lanes of the row.
+The kernel itself runs only where the DSL is installed. How it deals vectors to threads tells
+which launches are right: vector i of thread t has number t + i * lanes in the row.
 """
 
 from __future__ import annotations
@@ -86,14 +86,17 @@ def test_reasons() -> None:
     problem = problem_of(4096)
     assert CUTEDSL.config(problem) == CuteConfig(256, 256, 2)
     for values, reason in (
-        ((256, 256, 1), "threads=256 is not 512"),
-        ((256, 128, 2), "lanes=128 is not 256"),
-        ((512, 512, 2), "threads=512 is not 256"),
-        ((256, 256, 0), "items=0 is not from 1 to 4"),
-        ((256, 0, 2), "lanes=0 is not 256"),
-        ((0, 256, 2), "threads=0 is not 256"),
-        ((HUGE, 256, 2), f"threads=(a number of {HUGE.bit_length()} bits) is not 256"),
+        ((256, 256, 1), "threads=256 is not 512 with items=1"),
+        ((256, 128, 2), "lanes=128 is not 256 with items=2, threads=256"),
+        ((512, 512, 2), "threads=512 is not 256 with items=2"),
+        ((256, 256, 0), "items=0 is not 1, 2, 3 or 4"),
+        ((256, 0, 2), "lanes=0 is not 256 with items=2, threads=256"),
+        ((0, 256, 2), "threads=0 is not 256 with items=2"),
+        (
+            (HUGE, 256, 2),
+            f"threads=<an integer of {HUGE.bit_length()} bits> is not 256 with items=2",
+        ),
     ):
         assert CUTEDSL.rejects(problem, CuteConfig(*values)) == reason
     few = CUTEDSL.rejects(problem_of(16384), CuteConfig(1024, 1024, 1))
-    assert few == "items=1 is not from 2 to 4"
+    assert few == "items=1 is not 2, 3 or 4"

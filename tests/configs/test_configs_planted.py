@@ -1,12 +1,15 @@
-"""Tables that somebody could have written: what they say of a launch is passed over, and said.
+"""Tables with rows that no tuning writes: they are passed over, and `explain` shows the reason.
 
-Their rows have the right hash, which anybody can compute.
+Their rows have the right hash, which anyone can compute.
 """
 
 from __future__ import annotations
 
+import itertools
+import re
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,19 @@ import torch
 from configs.products_problems import MODELS, Case, dense, experts, nvfp4
 
 import gristmill
+from gristmill.ops.linear.configs import MatmulConfig
 from gristmill.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, LINEAR_CROSS_ENTROPY_BACKWARD
+from gristmill.ops.nvfp4_linear.mma_configs import MmaConfig
+from gristmill.ops.nvfp4_linear.triton_configs import RowsConfig
+from gristmill.ops.nvfp4_linear.wgmma_configs import WgmmaConfig
+from gristmill.ops.nvfp4_moe.triton_configs import ExpertsConfig
+from gristmill.ops.nvfp4_moe.wgmma_configs import MoeConfig
+from gristmill.ops.op import Op
 from gristmill.ops.registry import OPS
+from gristmill.ops.rms_norm import cutedsl
+from gristmill.ops.rms_norm.cutedsl import CuteConfig
+from gristmill.ops.rows.config import RowConfig
+from gristmill.ops.topk_router.cuda import RouterConfig
 from gristmill.select import reset_tables
 from gristmill.select.chooser import ranked
 from gristmill.select.configs import config_to_json
@@ -25,10 +39,13 @@ from gristmill.select.explain import explain_problem
 from gristmill.select.problem import Problem
 from gristmill.select.table import Row, Table
 from gristmill.select.tables import user_table_path
+from gristmill.select.variant import Variant
 from gristmill.settings import reload_settings
+from gristmill.tune.jobs import default_shapes
 
 H200 = KNOWN["sm_90a"]
 HUGE = 10**4000
+TESTS = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +106,7 @@ WARPS = _first("cuda_mma", nvfp4(H200, 64, 4096, 4160))
 GROUPS = _first("cuda_wgmma", nvfp4(H200, 64, 4096, 4160))
 EXPERTS = _first("triton", experts(H200, 64, MODELS[2]))
 BOTH = _first("cuda_wgmma", experts(H200, 64, MODELS[2]))
-# What stopped the host, took all of its memory, or would have stopped a GPU.
+# Without checks these raise, hang or take all memory on the host, or hang a GPU.
 BAD: tuple[tuple[Case, dict[str, Any]], ...] = (
     *((case, {"block_k": 0}) for case in (TILES, SPLIT, STAYING, ROWS, EXPERTS)),
     *((case, {"warps": 0}) for case in (TILES, SPLIT, STAYING, ROWS, EXPERTS)),
@@ -140,7 +157,7 @@ def test_a_planted_launch_is_passed_over_with_its_reason(
     "case", [TILES, SPLIT, STAYING, ROWS, WARPS, GROUPS, EXPERTS, BOTH], ids=str
 )
 def test_the_same_row_with_a_launch_is_believed(case: Case) -> None:
-    """Else the rows above would be passed over for some other reason."""
+    """So the rows above are passed over for their launch."""
     variant, problem = case
     config = variant.configs(problem)[-1]
     row = _row(problem, variant.name, config_to_json(config), variant.source_hash(problem, config))
@@ -149,10 +166,122 @@ def test_the_same_row_with_a_launch_is_believed(case: Case) -> None:
     assert (chosen.variant, chosen.config, chosen.source) == (variant, config, "user table")
 
 
+# ---- every variant that has a config ----
+
+PAIRS = [
+    (op.name, variant.name)
+    for op in OPS.values()
+    for variant in op.variants
+    if variant.config_type is not None
+]
+# Where the configs of each type are drawn, and those that are accepted run; for which variants.
+EMULATED = "kernels/test_emulated_nvfp4_accepted.py::test_any_config_that_is_accepted_is_right"
+INTERPRETED = "kernels/test_triton_accepted.py::test_any_config_that_is_accepted_is_right"
+ROWS_EMULATED = "kernels/test_fuzz_emulated_configs.py::test_any_launch"
+FUZZED: dict[type, tuple[str, set[str]]] = {
+    RowConfig: (ROWS_EMULATED, {"cuda_warp", "cuda_block", "cuda_cluster", "cuda_cooperative"}),
+    RouterConfig: (ROWS_EMULATED, {"cuda_warp"}),
+    MatmulConfig: (INTERPRETED, {"triton_tiles", "triton_split_k", "triton_persistent"}),
+    RowsConfig: (INTERPRETED, {"triton"}),
+    ExpertsConfig: (INTERPRETED, {"triton"}),
+    MmaConfig: (EMULATED, {"cuda_mma"}),
+    WgmmaConfig: (EMULATED, {"cuda_wgmma"}),
+    MoeConfig: (EMULATED, {"cuda_wgmma"}),
+    CuteConfig: (
+        "configs/test_configs_cutedsl.py::test_what_is_accepted_covers_each_row_once",
+        {"cutedsl"},
+    ),
+}
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    for one in kind.__subclasses__():
+        yield one
+        yield from _subclasses(one)
+
+
+def test_every_config_type_has_a_property_test() -> None:
+    """A new type or variant must be added to `FUZZED`, and to the test that is named there."""
+    here = [one for one in _subclasses(Variant) if one.__module__.startswith("gristmill.")]
+    types = {one.config_type for one in here if getattr(one, "config_type", None) is not None}
+    assert types == set(FUZZED)
+    found: dict[type, set[str]] = {}
+    for variant in (one for op in OPS.values() for one in op.variants):
+        if variant.config_type is not None:
+            found.setdefault(variant.config_type, set()).add(variant.name)
+    assert found == {kind: names for kind, (_, names) in FUZZED.items()}
+    for test, _ in FUZZED.values():
+        file, _, name = test.partition("::")
+        assert f"\ndef {name}(" in (TESTS / file).read_text(), test
+
+
+def _problem(op: Op, variant: Variant) -> Problem:
+    """An example of the op that the variant runs, on one of the known GPUs."""
+    shapes = (*default_shapes(op.name), *(((64, 1024),) if op.name.startswith("cross") else ()))
+    for shape, arch in itertools.product(shapes, ("sm_90a", "sm_80", "sm_120a")):
+        args = op.example_for(KNOWN[arch], shape, torch.bfloat16)
+        problem = op.problem(*args, device=KNOWN[arch])
+        if variant.supports(problem) is None:
+            return problem
+    raise AssertionError(f"no example of {op.name} runs by {variant.name}")
+
+
+def _wrong(value: Any) -> tuple[Any, ...]:
+    """What JSON may have in the place of a field of a config."""
+    if isinstance(value, bool):
+        return (int(value), float(value), None, str(value), [value], {})
+    if isinstance(value, int):
+        return (bool(value), float(value), None, str(value), [value], {}, HUGE, -HUGE)
+    if isinstance(value, str):
+        return (1, True, None, value + "x", [value], {})
+    size = len(value)
+    lists = ([], [*value, 1], value[1:], [[*value]], *([one] * size for one in (1.0, True, HUGE)))
+    return (None, 1, True, "x", {}, *lists)
+
+
+def _damaged(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The config with something wrong, and what the reason must name."""
+    for name, value in values.items():
+        for wrong in _wrong(list(value) if isinstance(value, tuple) else value):
+            yield f"{name}=", {**values, name: wrong}
+        yield "its fields are", {one: values[one] for one in values if one != name}
+    yield "its fields are", {**values, "other": 1}
+    yield "its fields are", {}
+    yield "got none", None
+
+
+@pytest.mark.parametrize(("name", "by"), PAIRS, ids=[" ".join(pair) for pair in PAIRS])
+def test_a_config_of_wrong_types_is_passed_over_with_its_reason(
+    name: str, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cutedsl, "why_missing", lambda: None)
+    op = OPS[name]
+    variant = next(one for one in op.variants if one.name == by)
+    problem = _problem(op, variant)
+    device, own = problem.device, variant.config(problem)
+    right = _row(problem, by, config_to_json(own), variant.source_hash(problem, own))
+    table = Table.for_device(device)
+    table.put(right)
+    assert table.lookup(problem, op.variants) == (variant, own)
+    tried = 0
+    for word, values in _damaged(config_to_json(own) or {}):
+        table.put(replace(right, config=values))
+        assert table.lookup(problem, op.variants) is None, values
+        reason = table.ignored[right.key]
+        assert re.match(rf"config of {by} is (malformed|rejected): .*{word}", reason), reason
+        assert len(reason) < 310
+        tried += 1
+    assert tried > 8
+    # Of the last one, through the user's own table.
+    _plant(replace(right, config=values), device=device)
+    assert ranked(name, op.variants, problem)[0].source != "user table"
+    assert f"is ignored: {reason}" in str(explain_problem(name, op.variants, problem))
+
+
 # ---- blocks of logits: on the CPU, through the op ----
 
 BLOCKS: tuple[Any, ...] = (
-    {"rows": 300, "classes": -1},  # gave gradients that were nobody's memory
+    {"rows": 300, "classes": -1},  # would leave gradients unwritten
     *({"rows": 0, "classes": 100}, {"rows": -5, "classes": 100}, {"rows": 300, "classes": 0}),
     *({"rows": 10**12, "classes": 10**12}, {"rows": HUGE, "classes": HUGE}),
     {"rows": 64, "classes": 100},

@@ -26,7 +26,6 @@ from configs.products_problems import (
     nvfp4,
 )
 
-from gristmill.ops.choices import outside, short
 from gristmill.ops.linear.configs import MOST_PARTIALS, STURDY, MatmulConfig
 from gristmill.ops.linear.triton import TritonMatmul
 from gristmill.ops.nvfp4_linear.mma_configs import MmaConfig
@@ -35,6 +34,7 @@ from gristmill.ops.nvfp4_linear.wgmma_configs import WgmmaConfig
 from gristmill.ops.nvfp4_moe.triton_configs import ExpertsConfig
 from gristmill.ops.nvfp4_moe.wgmma_configs import MoeConfig
 from gristmill.ops.registry import OPS
+from gristmill.select.choices import short, why_unlisted
 from gristmill.select.device import KNOWN, Device
 from gristmill.select.problem import HINTS, Problem, bucket_edges
 from gristmill.select.table import Row, Table, revive
@@ -42,7 +42,7 @@ from gristmill.select.table import Row, Table, revive
 H200, A100 = KNOWN["sm_90a"], KNOWN["sm_80"]
 SHIPPED = Table.load(Path(str(resources.files("gristmill"))) / "tables" / "nvidia-h200.json")
 PRODUCTS = ("linear", "linear_with_pre", "matmul", "nvfp4_linear", "nvfp4_moe", "moe")
-# No launch has one of these, whatever it is a number of.
+# No field of a launch has one of these values.
 WILD = (0, -1, 7, 10**6, 2**31, 10**12, 10**4000, -(10**4000))
 
 
@@ -155,7 +155,7 @@ def test_every_shipped_row_is_accepted_at_its_hint_and_at_the_ends_of_its_bucket
             assert variant.rejects(other, config) is None, (row.key, count)
 
 
-# ---- what nobody would choose ----
+# ---- what no variant would choose ----
 
 
 def _case(name: str, device: Device, cases: Iterator[Case]) -> Case:
@@ -241,75 +241,130 @@ ADDED = replace(BOTH, down=(1, 1, 4, 4, 8, 3), added=True)
 NONE: Any = [
     # Of dense products.
     ("triton_tiles", _dense(), replace(TILES, split_k=2), "split_k=2 is not 1"),
-    ("triton_tiles", _dense(), replace(TILES, warps=8), "block_m=64, .*warps=8"),
-    ("triton_tiles", _dense(), replace(TILES, block_m=256, warps=8), "block_m=256 is none of 16"),
-    ("triton_tiles", _dense(), replace(TILES, block_m=128, swap=True), "swap=True"),
+    (
+        "triton_tiles",
+        _dense(),
+        replace(TILES, warps=8),
+        "warps=8 is not 4 with block_m=64, block_n=128",
+    ),
+    (
+        "triton_tiles",
+        _dense(),
+        replace(TILES, block_m=256, warps=8),
+        "block_m=256 is not 16, 32, 64 or 128",
+    ),
+    (
+        "triton_tiles",
+        _dense(),
+        replace(TILES, block_m=128, warps=8, swap=True),
+        "swap=True is not False",
+    ),
     ("triton_tiles", _dense(), replace(TILES, parts=2), "parts=2 is not 1"),
     ("triton_tiles", _dense(), replace(TILES, group=4), "group=4 is not 8"),
-    ("triton_tiles", _dense(), replace(TILES, stages=7), "stages=7 is none of 3, 4, 5, 6"),
+    ("triton_tiles", _dense(), replace(TILES, stages=7), "stages=7 is not 3, 4, 5 or 6"),
     ("triton_tiles", _dense(A100), replace(TILES, early=True), "early=True is not False"),
     ("triton_tiles", _dense(_small()), TILES, "bytes of shared memory, and a block has 49152"),
-    ("triton_tiles", _dense(columns=100), WIDE, "there are 100"),
-    ("triton_tiles", _dense(A100), WIDE, "hold 128 sums, more than 64"),
+    ("triton_tiles", _dense(columns=100), WIDE, "block_n=256 is too wide for 100 columns"),
+    ("triton_tiles", _dense(A100), WIDE, "hold 128 sums, and 64 are the most"),
     ("triton_tiles", _dense(act="gelu"), WIDE, "hold 128 sums"),
     (
         "triton_tiles",
         _dense(),
         replace(TILES, block_m=128, block_k=128, warps=8),
-        "at most 64 of K",
+        "block_k=128 is not at most 64, as tiles of 128 by 128 require",
     ),
-    ("triton_tiles", _dense(depth=4095), replace(TILES, block_k=128), "block_k=128 is none of 16"),
-    ("triton_tiles", _dense(depth=4095), TILES, "96 elements one by one"),
-    ("triton_tiles", _dense(dtype=F32), replace(TILES, block_n=64), "stages=4 is none of 2, 3"),
-    ("triton_tiles", _dense(dtype=F32), replace(TILES, stages=3), "block_m=64, block_n=128"),
-    ("triton_split_k", _dense(), replace(SHARED, split_k=1), "split_k=1 is none of 2, 4, 8, 16"),
-    ("triton_split_k", _dense(), replace(SHARED, split_k=32), "split_k=32 is none of"),
-    ("triton_split_k", _dense(depth=256), SHARED, "4 shares of 128 or more are too many for K=256"),
-    ("triton_split_k", _dense(rows=20000), SHARED, f"bytes, more than {MOST_PARTIALS}"),
-    ("triton_persistent", _dense(), replace(STAYING, parts=8), "parts=8 is none of 1, 2, 4"),
-    ("triton_persistent", _dense(), replace(STAYING, block_n=64, warps=4), "part of 32 columns"),
+    (
+        "triton_tiles",
+        _dense(depth=4095),
+        replace(TILES, block_k=128),
+        "block_k=128 is not 16, 32 or 64",
+    ),
+    ("triton_tiles", _dense(depth=4095), TILES, "load 96 single elements, and 32 are the most"),
+    ("triton_tiles", _dense(dtype=F32), replace(TILES, block_n=64), "stages=4 is not 2 or 3"),
+    ("triton_tiles", _dense(dtype=F32), replace(TILES, stages=3), "block_n=128 .* block_m=64"),
+    ("triton_split_k", _dense(), replace(SHARED, split_k=1), "split_k=1 is not 2, 4, 8 or 16"),
+    ("triton_split_k", _dense(), replace(SHARED, split_k=32), "split_k=32 is not 2, 4"),
+    (
+        "triton_split_k",
+        _dense(depth=256),
+        SHARED,
+        "split_k=4 with block_k=128 is too much for K=256",
+    ),
+    ("triton_split_k", _dense(rows=20000), SHARED, f"bytes, and {MOST_PARTIALS} are the most"),
+    ("triton_persistent", _dense(), replace(STAYING, parts=8), "parts=8 is not 1, 2 or 4"),
+    (
+        "triton_persistent",
+        _dense(),
+        replace(STAYING, block_n=64, warps=4),
+        "parts=2 leaves parts of 32 columns, below 64",
+    ),
     ("triton_persistent", _dense(), replace(STAYING, early=True), "early=True is not False"),
-    ("triton_persistent", _dense(), replace(STAYING, block_m=32), "block_m=32 is none of 64"),
+    (
+        "triton_persistent",
+        _dense(),
+        replace(STAYING, block_m=32),
+        "block_m=32 is not 64, 128 or 256",
+    ),
     ("triton_persistent", _dense(), replace(STAYING, warps=4), "warps=4"),
     # Of NVFP4 weights.
-    ("triton", _nvfp4(), replace(ROWS, split_k=3), "split_k=3 is none of 1, 2, 4, 8"),
-    ("triton", _nvfp4(), replace(ROWS, warps=4), "block_m=16, block_n=64, block_k=128, warps=4"),
-    ("triton", _nvfp4(), replace(ROWS, stages=5), "stages=5 is none of 3, 4"),
+    ("triton", _nvfp4(), replace(ROWS, split_k=3), "split_k=3 is not 1, 2, 4 or 8"),
+    (
+        "triton",
+        _nvfp4(),
+        replace(ROWS, warps=4),
+        "warps=4 is not 2 with block_m=16, block_n=64, block_k=128",
+    ),
+    ("triton", _nvfp4(), replace(ROWS, stages=5), "stages=5 is not 3 or 4"),
     ("triton", _nvfp4(A100), replace(ROWS, early=True), "early=True is not False"),
-    ("triton", _nvfp4(H200, 64, 4096, 1024), ROWS, "too many for K=1024"),
-    ("triton", _nvfp4(H200, 20000), ROWS, f"bytes, more than {MOST_PARTIALS}"),
+    (
+        "triton",
+        _nvfp4(H200, 64, 4096, 1024),
+        ROWS,
+        "split_k=4 with block_k=128 is too much for K=1024",
+    ),
+    ("triton", _nvfp4(H200, 20000), ROWS, f"bytes, and {MOST_PARTIALS} are the most"),
     ("triton", _nvfp4(_small(shared=16 << 10)), ROWS, "bytes of shared memory"),
     ("cuda_mma", _nvfp4(layout="fragments"), replace(WARPS, partial=True), "partial=True"),
     ("cuda_mma", _nvfp4(A100, layout="fragments"), WARPS, "partial=False is not True"),
     ("cuda_mma", _nvfp4(layout="fragments"), replace(WARPS, shares=3), "shares=3"),
     ("cuda_mma", _nvfp4(layout="fragments"), replace(WARPS, groups=3), "groups=3"),
-    ("cuda_mma", _nvfp4(layout="fragments"), replace(WARPS, tokens=24), "tokens=24 is none of 8"),
-    ("cuda_mma", _nvfp4(H200, 8, 64, 512, layout="fragments"), WARPS, "8 chunks .* too few for 4"),
+    ("cuda_mma", _nvfp4(layout="fragments"), replace(WARPS, tokens=24), "tokens=24 is not 8, 16"),
+    (
+        "cuda_mma",
+        _nvfp4(H200, 8, 64, 512, layout="fragments"),
+        WARPS,
+        "shares=4 with groups=4 is too much for 8 chunks",
+    ),
     (
         "cuda_mma",
         _nvfp4(H200, 8, 64, 1152, layout="fragments"),
         replace(WARPS, groups=2, shares=8),
-        "18 chunks .* too few for 8",
+        "shares=8 with groups=2 is too much for 18 chunks",
     ),
     ("cuda_mma", _nvfp4(_small(), layout="fragments"), WARPS, "bytes of shared memory"),
     (
         *("cuda_mma", _nvfp4(A100, 20000, layout="fragments"), replace(WARPS, partial=True)),
-        f"more than {MOST_PARTIALS} bytes",
+        f"bytes, and {MOST_PARTIALS} are the most",
     ),
     ("cuda_wgmma", _nvfp4(layout="fragments"), replace(GROUPS, persistent=True), "persistent=True"),
     ("cuda_wgmma", _nvfp4(layout="fragments"), replace(GROUPS, group=8), "group=8 is not 4"),
-    ("cuda_wgmma", _nvfp4(layout="fragments"), replace(GROUPS, split=3), "split=3 is none of 1, 2"),
+    (
+        "cuda_wgmma",
+        _nvfp4(layout="fragments"),
+        replace(GROUPS, split=3),
+        "split=3 is not 1, 2, 4 or 8",
+    ),
     ("cuda_wgmma", _nvfp4(layout="fragments"), replace(GROUPS, depth=3), "depth=3"),
     ("cuda_wgmma", _nvfp4(layout="fragments"), replace(GROUPS, stages=1), "stages=1"),
     ("cuda_wgmma", _nvfp4(layout="fragments"), replace(GROUPS, tokens=24), "tokens=24"),
     ("cuda_wgmma", _nvfp4(H200, 64, 64, 128, layout="fragments"), GROUPS, "cannot be split in 4"),
     ("cuda_wgmma", _nvfp4(_small(shared=16 << 10), layout="fragments"), GROUPS, "bytes of shared"),
     # Of experts.
-    ("triton", _moe(), replace(EXPERTS, group=4), "group=4 is none of 1, 8"),
+    ("triton", _moe(), replace(EXPERTS, group=4), "group=4 is not 1 or 8"),
     ("triton", _moe(), replace(EXPERTS, block_n=32), "block_n=32"),
-    ("triton", _moe(H200, 64, 8, 2, 256, 256), EXPERTS, "block_k=256 is for matrices of more"),
+    ("triton", _moe(H200, 64, 8, 2, 256, 256), EXPERTS, "block_k=256 is too much for 256 columns"),
     ("triton", _moe(_small(shared=16 << 10)), EXPERTS, "bytes of shared memory"),
-    ("cuda_wgmma", _moe(layout="fragments"), replace(BOTH, tile=24), "tile=24 is none of 8, 16"),
+    ("cuda_wgmma", _moe(layout="fragments"), replace(BOTH, tile=24), "tile=24 is not 8, 16"),
     ("cuda_wgmma", _moe(layout="fragments"), replace(BOTH, routing="launch"), "routing='launch'"),
     ("cuda_wgmma", _moe(layout="fragments"), replace(BOTH, persistent=False), "persistent=False"),
     (
@@ -368,12 +423,17 @@ def test_launches_for_other_numbers_of_rows(name: str, problem: Problem, config:
 
 
 def test_words() -> None:
-    assert outside(TILES, {"block_k": (64, 128), "stages warps": ((4, 4), (3, 8))}) is None
-    assert outside(TILES, {"block_k": (32, 128)}) == "block_k=64 is none of 32, 128"
-    assert outside(TILES, {"group": (4,)}) == "group=8 is not 4"
-    assert outside(TILES, {"stages warps": ((3, 4), (5, 8))}) == "stages=4 is none of 3, 5"
-    assert outside(TILES, {"stages warps": ((4, 8), (3, 4))}) == "no launch has stages=4, warps=4"
-    many = outside(TILES, {"block_n": range(100, 120)})
-    assert many == "block_n=128 is none of the 20 that there are"
-    assert short(-(10**4000)) == "-2**13287, or more"
-    assert short((1, 10**30, "x")) == "(1, 2**99, or more, 'x')"
+    for choices, reason in (
+        ({"block_k": (64, 128), "stages warps": ((4, 4), (3, 8))}, None),
+        ({"block_k": (32, 128)}, "block_k=64 is not 32 or 128"),
+        ({"group": (4,)}, "group=8 is not 4"),
+        ({"stages warps": ((3, 4), (5, 8))}, "stages=4 is not 3 or 5"),
+        ({"stages warps": ((4, 8), (4, 2), (3, 4))}, "warps=4 is not 2 or 8 with stages=4"),
+        ({"block_n": range(129, 149)}, "block_n=128 is not from 129 to 148"),
+        ({"block_n": tuple(range(20))}, "block_n=128 is not one of the 20 known ones"),
+        ({"block_n": ()}, "block_n=128 is not possible here"),
+        ({"stages warps": ()}, "stages=4 is not possible here"),
+    ):
+        assert why_unlisted(TILES, choices) == reason
+    assert short(-(10**4000)) == "<an integer of 13288 bits>"
+    assert short((1, 10**30, "x")) == "(1, <an integer of 100 bits>, 'x')"

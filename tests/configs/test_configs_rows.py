@@ -1,4 +1,4 @@
-"""Which launches of the row kernels and of the router are launches, and why the others are not."""
+"""Which configs of the row kernels and of the router are launches, and why the others are not."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from row_problems import (
     H100_PCIE,
     H200,
     ROW_OPS,
+    SLICE,
+    is_real,
     of_rows,
     problems,
     row_variants,
@@ -39,7 +41,7 @@ ROWS = (0, 1, 3, 60, 130, 180, 1000, 70000, 2**31 - 1, 2**31)
 over_ops = pytest.mark.parametrize(
     "op", [pytest.param(op, id=name) for name, op in ROW_OPS.items()]
 )
-(SHIPPED,) = (table for table in _shipped() if table.gpu == H200.name)
+(SHIPPED,) = _shipped()
 
 
 def variant_of(name: str, variant: str) -> Variant:
@@ -58,7 +60,7 @@ def test_what_rules_and_tuning_come_up_with_is_accepted(op: Op) -> None:
             for here, variant in itertools.product(
                 [of_rows(problem, *next(sizes)) for _ in range(3)], row_variants(op)
             ):
-                if variant.supports(here) is None:
+                if is_real(here) and variant.supports(here) is None:
                     configs = variant.configs(here.asked())
                     assert configs[0] == variant.config(here.asked())
                     for config in configs:
@@ -66,7 +68,7 @@ def test_what_rules_and_tuning_come_up_with_is_accepted(op: Op) -> None:
                     found.update(configs)
                     asked += 1
     assert asked > 500
-    assert len(found) > 20
+    assert len(found) > 15
 
 
 @pytest.mark.parametrize("name", ["topk_router", "topk_router_backward"])
@@ -77,7 +79,7 @@ def test_what_the_router_comes_up_with_is_accepted(name: str) -> None:
         assert all(variant.rejects(problem, one) is None for one in variant.configs(problem))
         for warps in (0, -1, 3, 9, 2**40, 10**5000):
             assert variant.rejects(problem, RouterConfig(warps)) is not None
-    assert variant.rejects(problem, RouterConfig(0)) == "warps=0 is not 1 or 2 or 4 or 8"
+    assert variant.rejects(problem, RouterConfig(0)) == "warps=0 is not 1, 2, 4 or 8"
 
 
 # --- the shipped table
@@ -109,20 +111,23 @@ def test_shipped_rows_are_accepted_in_all_of_their_buckets() -> None:
         low, high = bucket_edges(row.hint, SHIPPED.hints(problem))
         for rows in (max(1, low), row.hint, high or 4 * row.hint):
             variants = ROW_OPS[problem.op].variants
-            for device in (H200, H100_PCIE):
+            for device in (H200, H100_PCIE, H20, SLICE):
                 found = revive(row, of_rows(problem, rows, device), variants)
                 assert not isinstance(found, str), (row.key, rows, device.name, found)
         tried.add(problem.op)
     assert len(_SHIPPED_ROWS) > 500
     assert len(tried) > 12
+    # The others are in test_configs_products.py.
+    products = {"linear", "nvfp4_linear", "nvfp4_moe"}
+    assert {key.split()[0] for key in SHIPPED.rows} == tried | products
 
 
-# --- what is none
+# --- what is rejected
 
-HUGE = 10**5000  # of more digits than Python makes a text of
+HUGE = 10**5000  # of more digits than Python formats
 THREADS = "is not a multiple of 32 from 32 to 1024"
-LANES = "is not 1 or 2 or 4 or 8 or 16 or 32"
-FEEDS = "is not -3 or -2 or 0 or 2 or 3"
+LANES = "is not 1, 2, 4, 8, 16 or 32"
+FEEDS = "is not -3, -2, 0, 2 or 3"
 # Variant, rows and columns, what is changed in its own launch, and the reason against that.
 NORM, BLOCK = ("rms_norm", "cuda_block"), (64, 2048)
 REASONS: list[tuple[tuple[str, ...], tuple[int, int], dict[str, Any], str]] = [
@@ -130,7 +135,7 @@ REASONS: list[tuple[tuple[str, ...], tuple[int, int], dict[str, Any], str]] = [
     (NORM, BLOCK, {"threads": 48}, f"threads=48 {THREADS}"),
     (NORM, BLOCK, {"threads": 0}, f"threads=0 {THREADS}"),
     (NORM, BLOCK, {"threads": -32}, f"threads=-32 {THREADS}"),
-    (NORM, BLOCK, {"threads": HUGE}, f"threads=(a number of {HUGE.bit_length()} bits) {THREADS}"),
+    (NORM, BLOCK, {"threads": HUGE}, f"threads=<an integer of {HUGE.bit_length()} bits> {THREADS}"),
     (NORM, BLOCK, {"items": 0}, "items=0 is not from 1 to 16"),
     (NORM, BLOCK, {"items": 100_000}, "items=100000 is not from 1 to 16"),
     (
@@ -154,7 +159,7 @@ REASONS: list[tuple[tuple[str, ...], tuple[int, int], dict[str, Any], str]] = [
     (("rms_norm", "cuda_warp"), (64, 256), {"lanes": 0}, f"lanes=0 {LANES}"),
     (("rms_norm", "cuda_warp"), (64, 256), {"lanes": 24}, f"lanes=24 {LANES}"),
     (NORM, BLOCK, {"lanes": 16}, "lanes=16 is not 32"),
-    (("cross_entropy", "cuda_warp"), (64, 131), {"lanes": 4}, "lanes=4 is not 8 or 16 or 32"),
+    (("cross_entropy", "cuda_warp"), (64, 131), {"lanes": 4}, "lanes=4 is not 8, 16 or 32"),
     (NORM, BLOCK, {"cluster": 0}, "cluster=0 is not 1"),
     (NORM, BLOCK, {"cluster": 2}, "cluster=2 is not 1"),
     (("rms_norm", "cuda_cluster"), (4, 65536), {"cluster": 1}, "cluster=1 is not from 2 to 16"),
@@ -188,28 +193,28 @@ REASONS: list[tuple[tuple[str, ...], tuple[int, int], dict[str, Any], str]] = [
     (NORM, BLOCK, {"feed": -7}, f"feed=-7 {FEEDS}"),
     (NORM, BLOCK, {"feed": 1}, f"feed=1 {FEEDS}"),
     (NORM, BLOCK, {"feed": AHEAD}, f"feed=-1 {FEEDS}"),
-    ((*NORM, "sm_80"), BLOCK, {"feed": 2}, "feed=2 is not -3 or -2 or 0"),
+    ((*NORM, "sm_80"), BLOCK, {"feed": 2}, "feed=2 is not -3, -2 or 0"),
     (NORM, (64, 2047), {"feed": ASYNC}, "feed=-2 is not -3 or 0"),
     (("rms_norm", "cuda_cooperative"), (4, 65536), {"feed": STRAIGHT}, "feed=0 is not -1"),
     (
         ("fused_add_rms_norm_", "cuda_block"),
         BLOCK,
         {"feed": TWICE},
-        "feed=-3 is not -2 or 0 or 2 or 3",
+        "feed=-3 is not -2, 0, 2 or 3",
     ),
     (("softmax", "cuda_warp"), (64, 131), {"feed": AHEAD}, "feed=-1 is not 0"),
-    (("softmax", "cuda_block"), BLOCK, {"feed": 2}, "feed=2 is not -3 or -2 or 0"),
+    (("softmax", "cuda_block"), BLOCK, {"feed": 2}, "feed=2 is not -3, -2 or 0"),
     (
         ("rms_norm_backward", "cuda_block"),
-        (265, 4096),
+        (513, 4096),
         {"feed": STRAIGHT},
-        "feed=0 is not -1 or 2 or 3",
+        "feed=0 is not -1, 2 or 3",
     ),
     (
         NORM,
         BLOCK,
         {"feed": TWICE, "hold": True},
-        "hold=True, but of rows with feed=-3 nothing is kept",
+        "hold=True is not False with feed=-3",
     ),
     (
         ("softmax", "cuda_block"),
@@ -233,13 +238,13 @@ REASONS: list[tuple[tuple[str, ...], tuple[int, int], dict[str, Any], str]] = [
         NORM,
         (64, 65536),
         {"threads": 1024, "items": 8, "feed": 2},
-        "takes 262528 bytes of shared memory, of which a block has 232448",
+        "needs 262528 bytes of shared memory, and a block has 232448",
     ),
     (
         ("layer_norm_backward", "cuda_warp", "sm_120a"),
         (64, 256),
         {"threads": 1024, "lanes": 8, "items": 4},
-        "takes 131072 bytes of shared memory, of which a block has 101376",
+        "needs 131072 bytes of shared memory, and a block has 101376",
     ),
 ]
 
@@ -257,21 +262,21 @@ def test_reasons(
 
 
 def test_partial_rows_of_a_gradient_stay_few() -> None:
-    """A team for every row leaves as many of them as rows."""
+    """A team for each row leaves as many of them as there are rows."""
     variant = variant_of("rms_norm_backward", "cuda_block")
     few = usual("rms_norm_backward", H200.multiprocessors, 4096)
     config = variant.config(few)
     assert isinstance(config, RowConfig)
     assert config.feed == STRAIGHT
     op = OPS["rms_norm_backward"]
-    for rows, accepted in ((1, True), (132, True), (264, True), (265, False), (10**6, False)):
+    for rows, accepted in ((1, True), (132, True), (512, True), (513, False), (10**6, False)):
         reason = variant.rejects(of_rows(few, rows), config)
         assert (reason is None) == accepted, rows
-    # There any number of rows has the launch of one number of them.
+    # There all numbers of rows have one launch.
     with batch_invariant():
         args = op.example((10**6, 4096), torch.bfloat16, "meta")
         many = op.problem(*args, device=H200)
-        assert many.asked().rows <= 2 * H200.multiprocessors
+        assert many.asked().rows <= 512
         assert variant.rejects(many.asked(), config) is not None
 
 

@@ -1,4 +1,4 @@
-"""Whatever config of the NVFP4 kernels in CUDA `rejects` accepts is right, run on the CPU.
+"""Each config that the NVFP4 kernels in CUDA accept gives correct results, run on the CPU.
 
 Each is a template instantiation, compiled by g++: they are drawn first, and built at once.
 """

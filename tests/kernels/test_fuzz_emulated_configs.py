@@ -1,8 +1,8 @@
-"""Launches that nobody chose, run on the CPU: what `rejects` lets through gives the right results.
+"""Random launches, run on the CPU: what `rejects` accepts gives the right results.
 
-A table may name any launch. Here launches are drawn, good ones and bad ones, for calls that are
-drawn, too. Those that are accepted run on the variant's own host code, with every access to memory
-checked, and are judged as every call is; for the others a short reason is all there must be.
+A table may name any launch. Here valid and invalid launches are drawn for calls that are drawn as
+well. Those that are accepted run on the variant's own host code, with every access to memory
+checked, and are judged as every call is. The others must have a short reason.
 """
 
 from __future__ import annotations
@@ -207,10 +207,27 @@ def check_all(host: EmulatedHost, family: str, count: int) -> None:
     for sample in run:
         try:
             check(host, sample)
-        except Exception as error:  # whatever a launch that is none ends in
+        except Exception as error:  # whatever a wrong launch raises
             key = sample.problem.key(sample.problem.rows)
             wrong.append(f"{sample.variant.name} {sample.config} on {key}: {error!r}"[:600])
     assert wrong == []
+
+
+def test_every_row_variant_is_drawn() -> None:
+    drawn = {
+        (op.name, variant.name)
+        for family in FAMILIES
+        for way in ways(family)
+        for op, variant in way.able()
+    }
+    assert drawn == {
+        (op.name, variant.name)
+        for op in OPS.values()
+        for variant in op.variants
+        if variant.config_type in (RowConfig, RouterConfig)
+    }
+    called = {call.op for call in CALLS}
+    assert {name for name, _ in drawn} <= called
 
 
 over_families = pytest.mark.parametrize("family", FAMILIES)

@@ -1,4 +1,4 @@
-"""Whatever config of a Triton kernel `rejects` accepts is right, in Triton's interpreter.
+"""Each config that a Triton kernel accepts gives correct results, in Triton's interpreter.
 
 See triton_accepted.py, which is run in a Python of its own.
 """

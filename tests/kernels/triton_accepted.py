@@ -1,9 +1,9 @@
 """Run in Triton's interpreter what variants accept of any configs: the child of
 test_triton_accepted.py, which sets TRITON_INTERPRET=1.
 
-Configs are those of some number of rows, most with a field changed: to another that there is, to
-one beside it, to anything. What `rejects` accepts is run, and has to be right; the page behind
-every tensor that is read may not be touched.
+Configs are those of some number of rows, most with a field changed: to a value of another config,
+to a neighbouring one, to anything. Those that `rejects` accepts are run and must give correct
+results. The page behind every tensor that is read may not be touched.
 """
 
 from __future__ import annotations

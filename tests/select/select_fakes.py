@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from gristmill.select import KNOWN, Device, Problem, Row, RunnerUp, Table, Variant, bucket
+from gristmill.select.choices import why_unlisted
 from gristmill.select.configs import config_to_json
 
 H200 = KNOWN["sm_90a"]
@@ -78,9 +79,7 @@ class Fake(Variant):
         return (self.config(problem), *self.more)
 
     def rejects(self, problem: Problem, config: Any) -> str | None:
-        if config is None or config.threads in range(32, 1025, 32):
-            return None
-        return f"threads={config.threads} is not a multiple of 32 from 32 to 1024"
+        return None if config is None else why_unlisted(config, {"threads": range(32, 1025, 32)})
 
     def indeterminate(self, problem: Problem) -> str | None:
         return self.random

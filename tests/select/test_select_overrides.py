@@ -138,6 +138,17 @@ def test_a_name_that_is_not_there_yet_is_warned_about_and_a_mistyped_one_raises(
         active()
 
 
+def test_names_that_are_not_there_are_warned_about_a_few_times(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("GRISTMILL_USE", ",".join(f"zzz{at}:v" for at in range(1000)))
+    reload_settings()
+    with caplog.at_level("WARNING", logger="gristmill"):
+        for _ in range(2):
+            assert len(active()) == 1000
+    assert len(caplog.records) == 16
+
+
 def test_batch_invariance_nests_unwinds_and_keeps_what_is_used() -> None:
     assert not is_batch_invariant()
     with use("toy", "first"), batch_invariant():

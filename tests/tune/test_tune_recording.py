@@ -144,7 +144,10 @@ def line_of(rows: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "damage",
-    ['{"op": "rms_n', "[]", '{"op": "rms_norm", "key": "a"}', "3", '{"arguments": null}'],
+    [
+        *('{"op": "rms_n', "[]", '{"op": "rms_norm", "key": "a"}', "3", '{"arguments": null}'),
+        pytest.param("[" * 100_000, id="deep"),
+    ],
 )
 def test_a_damaged_line_is_named(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "run.jsonl"
@@ -152,6 +155,16 @@ def test_a_damaged_line_is_named(tmp_path: Path, damage: str) -> None:
     result = CliRunner().invoke(app, ["tune", "--recorded", str(path)])
     assert result.exit_code == 2
     assert "line 3 is not one of a recording" in result.stderr
+
+
+def test_a_recording_that_is_not_a_regular_file_is_an_error_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    for make in (os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")):
+        make(path)
+        result = CliRunner().invoke(app, ["tune", "--recorded", str(path)])
+        assert result.exit_code == 2
+        assert "cannot be read" in result.stderr
+        path.rmdir() if path.is_dir() else path.unlink()
 
 
 def test_an_empty_recording_tunes_nothing(tmp_path: Path) -> None:

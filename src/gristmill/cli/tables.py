@@ -68,7 +68,7 @@ def _show(rows: Sequence[ListedRow], device: Device) -> None:
             runs = Text(row.variant)
             if one.stale:
                 runs.append(f"\nstale: {one.stale}", style="red")
-            # As text: what a file says is no markup.
+            # A Text is not parsed as markup.
             grid.add_row(
                 Text(row.key),
                 runs,

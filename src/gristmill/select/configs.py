@@ -8,6 +8,10 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+from gristmill.log import one_line
+
+_LARGEST = 1e300
+
 
 def config_to_json(config: Any) -> dict[str, Any] | None:
     return None if config is None else dataclasses.asdict(config)
@@ -21,18 +25,16 @@ def config_from_json(config_type: type | None, values: Mapping[str, Any] | None)
     """
     if config_type is None:
         if values is not None:
-            raise ValueError(f"takes no config, got {dict(values)!r}")
+            raise ValueError(f"takes no config, got {one_line(repr(dict(values)), 100)}")
         return None
     if values is None:
         raise ValueError(f"needs a {config_type.__name__}, got none")
     hints = typing.get_type_hints(config_type)
     names = [field.name for field in dataclasses.fields(config_type)]
     if sorted(names) != sorted(values):
-        raise ValueError(f"fields are {', '.join(sorted(values))}, not {', '.join(sorted(names))}")
-    try:
-        return config_type(**{name: _checked(name, hints[name], values[name]) for name in names})
-    except TypeError as error:
-        raise ValueError(str(error)) from error
+        found = one_line(", ".join(map(repr, sorted(values))) or "none", 100)
+        raise ValueError(f"its fields are {found}; they must be {', '.join(map(repr, names))}")
+    return config_type(**{name: _checked(name, hints[name], values[name]) for name in names})
 
 
 def _checked(name: str, hint: Any, value: Any) -> Any:
@@ -48,11 +50,13 @@ def _checked(name: str, hint: Any, value: Any) -> Any:
             return value
     elif origin is tuple and isinstance(value, (list, tuple)):
         return _checked_tuple(name, arguments, value)
-    elif hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+    elif hint is float and type(value) in (int, float) and -_LARGEST <= value <= _LARGEST:
         return float(value)
     elif isinstance(hint, type) and type(value) is hint:
         return value
-    raise ValueError(f"{name}={value!r} is not of type {getattr(hint, '__name__', hint)}")
+    raise ValueError(
+        f"{name}={one_line(repr(value), 100)} is not of type {getattr(hint, '__name__', hint)}"
+    )
 
 
 def _checked_tuple(
@@ -61,5 +65,5 @@ def _checked_tuple(
     if len(arguments) == 2 and arguments[1] is Ellipsis:
         return tuple(_checked(name, arguments[0], item) for item in value)
     if len(arguments) != len(value):
-        raise ValueError(f"{name}={value!r} must have {len(arguments)} items")
+        raise ValueError(f"{name}={one_line(repr(value), 100)} must have {len(arguments)} items")
     return tuple(_checked(name, hint, item) for hint, item in zip(arguments, value, strict=True))

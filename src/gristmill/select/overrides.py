@@ -153,7 +153,8 @@ def _from_environment() -> Mapping[str, str]:
             _check(op, variant, where)
         else:
             # It may be that of a MultiKernel which is yet to be made.
-            warn_once(where, f"{where}: there is no {op!r} (yet); there are: {_names(_REGISTRY)}")
+            said = f"{where}: there is no {op!r} (yet); there are: {_names(_REGISTRY)}"
+            warn_once(where, said, kind="GRISTMILL_USE")
     return requested
 
 

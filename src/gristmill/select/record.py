@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from gristmill.errors import ArgumentError
+from gristmill.jit.folder import read_plain
 from gristmill.locks import Lock
 from gristmill.log import warn_once
 from gristmill.select.problem import Problem
@@ -24,6 +25,7 @@ from gristmill.settings import settings
 
 # A growing length is a new problem at every step; nobody tunes more than this many.
 MOST = 10_000
+_MOST_BYTES = 256 << 20  # of what several processes record: 10,000 lines have 10 MB
 
 _ALIGNMENT = 64
 _seen: set[tuple[Path, str, tuple[str, ...]]] = set()
@@ -69,7 +71,7 @@ def forget_recorded() -> None:
 def read_recording(path: Path) -> list[Recorded]:
     """The problems of a recording, each once; ArgumentError, with the line, for anything else."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_plain(path, _MOST_BYTES).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ArgumentError(f"recording {path}: cannot be read: {error}") from error
     found: dict[tuple[str, tuple[str, ...]], Recorded] = {}
@@ -81,7 +83,7 @@ def read_recording(path: Path) -> list[Recorded]:
             one = Recorded(
                 str(entry["op"]), str(entry["key"]), str(entry["device"]), tuple(entry["arguments"])
             )
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ArgumentError(
                 f"recording {path}: line {number} is not one of a recording: {error!r}"
             ) from error

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from gristmill.errors import TableError
 from gristmill.jit.file_lock import locked_folder
 from gristmill.jit.folder import make_folders, read_plain, write_whole
+from gristmill.log import one_line
 from gristmill.select.configs import config_from_json
 from gristmill.select.problem import HINTS, bucket
 
@@ -30,7 +32,12 @@ SCHEMA = 2
 # A table is merged and written in milliseconds; whoever holds the lock longer is stuck.
 _PATIENCE_S = 5.0
 
-_ROWS_WORD = re.compile(r" rows=(\d+)\b")
+MOST_BYTES = 16 << 20  # the shipped table has 0.6 MB
+_LONGEST = 4096  # characters of a string
+_LARGEST = 10**18  # of a row's numbers
+
+_ROWS_WORD = re.compile(r" rows=(\d{1,18})\b", re.ASCII)
+_DIGITS = re.compile(r"(\d+)", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -96,7 +103,7 @@ class Table:
     def load(cls, path: Path) -> Table:
         """Read a table; TableError, naming the file, for anything that is not one."""
         try:
-            text = read_plain(path).decode()
+            text = read_plain(path, MOST_BYTES).decode()
         except (OSError, UnicodeDecodeError) as error:
             raise TableError(f"table {path}: cannot be read: {error}") from error
         return parse(text, str(path))
@@ -133,7 +140,9 @@ class Table:
                 merged = {**known.rows, **merged}
                 if merged == known.rows:
                     return
-            write_whole(path, self._text(merged.values()).encode(), mode=0o644)
+            text = self._text(merged.values())
+            parse(text, str(path))  # what cannot be read is not written
+            write_whole(path, text.encode(), mode=0o644)
 
     def hints(self, problem: Problem) -> tuple[int, ...]:
         """The sizes at which problems of this family are measured, ascending."""
@@ -158,7 +167,7 @@ class Table:
             return None
         found = revive(row, problem, variants)
         if isinstance(found, str):
-            self.ignored[key] = found
+            self.ignored[key] = one_line(found, 300)
             return None
         self.ignored.pop(key, None)
         return found
@@ -197,22 +206,22 @@ def revive(row: Row, problem: Problem, variants: Sequence[Variant]) -> tuple[Var
 
 
 def _natural(row: Row) -> list[tuple[int, str]]:
-    """Sort key in which rows=64 comes before rows=256."""
-    pieces = re.split(r"(\d+)", row.key)
-    return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in pieces]
+    """Sort key in which rows=64 comes before rows=256: shorter numbers come first."""
+    pieces = _DIGITS.split(row.key)
+    return [(len(piece) if at % 2 else -1, piece) for at, piece in enumerate(pieces)]
 
 
 def parse(text: str, where: str) -> Table:
     """A table from its text; TableError, naming `where`, for anything that is not one."""
     try:
-        data = json.loads(text)
+        data = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise TableError(f"table {where}: is not JSON: {error}") from error
     if not isinstance(data, dict):
-        raise TableError(f"table {where}: must be a JSON object, got {type(data).__name__}")
+        raise TableError(f"table {where}: must be a JSON object, got {_said(data)}")
     if data.get("schema") != SCHEMA:
         raise TableError(
-            f"table {where}: has schema {data.get('schema')!r}, this version reads {SCHEMA}"
+            f"table {where}: has schema {_said(data.get('schema'))}, this version reads {SCHEMA}"
         )
     try:
         table = Table(
@@ -220,11 +229,30 @@ def parse(text: str, where: str) -> Table:
             arch=_typed(data, "arch", str),
             multiprocessors=_typed(data, "multiprocessors", int),
         )
-        for entry in _typed(data, "rows", list):
-            table.put(_parse_row(entry))
+        rows = _typed(data, "rows", list)
     except ValueError as error:
         raise TableError(f"table {where}: {error}") from error
+    for number, entry in enumerate(rows, 1):
+        try:
+            row = _parse_row(entry)
+            if row.key in table.rows:
+                raise ValueError(f"another row has the key {_said(row.key)}")
+        except ValueError as error:
+            raise TableError(f"table {where}: row {number}: {error}") from error
+        table.put(row)
     return table
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"an object has {_said(name)} twice")
+    return found
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a number")
 
 
 def row_to_json(row: Row) -> str:
@@ -238,25 +266,25 @@ def row_from_json(text: str) -> Row:
 
 def _parse_row(entry: object) -> Row:
     if not isinstance(entry, dict):
-        raise ValueError(f"a row must be an object, got {entry!r}")
+        raise ValueError(f"must be an object, got {_said(entry)}")
     second, key = entry.get("second"), _typed(entry, "key", str)
     if not (second is None or isinstance(second, dict)):
-        raise ValueError(f"'second' must be an object or null, got {second!r}")
+        raise ValueError(f"'second' must be an object or null, got {_said(second)}")
     if not _ROWS_WORD.search(key):
-        raise ValueError(f"'key' must name rows=..., got {key!r}")
+        raise ValueError(f"'key' must have rows= and a number, got {_said(key)}")
     return Row(
         key=key,
         variant=_typed(entry, "variant", str),
         config=_config(entry),
-        us=_typed(entry, "us", float),
-        spread_us=_typed(entry, "spread_us", float),
+        us=_time(entry, "us"),
+        spread_us=_time(entry, "spread_us"),
         second=None
         if second is None
-        else RunnerUp(_typed(second, "variant", str), _typed(second, "us", float), _config(second)),
+        else RunnerUp(_typed(second, "variant", str), _time(second, "us"), _config(second)),
         date=_typed(entry, "date", str),
         source_hash=_typed(entry, "source_hash", str),
         rows=_typed(entry, "rows", int),
-        times={name: _typed(entry["times"], name, float) for name in _typed(entry, "times", dict)},
+        times={name: _time(entry["times"], name) for name in _typed(entry, "times", dict)},
         candidates=_typed(entry, "candidates", int),
         torch=_typed(entry, "torch", str),
     )
@@ -265,7 +293,11 @@ def _parse_row(entry: object) -> Row:
 def _config(entry: Mapping[str, Any]) -> dict[str, Any] | None:
     config = entry.get("config")
     if not (config is None or isinstance(config, dict)):
-        raise ValueError(f"'config' must be an object or null, got {config!r}")
+        raise ValueError(f"'config' must be an object or null, got {_said(config)}")
+    for name, value in (config or {}).items():
+        for one in value if isinstance(value, list) else (value,):
+            if isinstance(one, (list, dict)):
+                raise ValueError(f"'config' must have plain values, got {_said(one)} in {name!r}")
     return config
 
 
@@ -278,8 +310,29 @@ def _split(key: str) -> tuple[str, int]:
 
 
 def _typed(entry: Mapping[str, Any], name: str, kind: type) -> Any:
-    value = entry.get(name)
-    wanted: tuple[type, ...] = (int, float) if kind is float else (kind,)
-    if not isinstance(value, wanted) or isinstance(value, bool):
-        raise ValueError(f"{name!r} must be a {kind.__name__}, got {value!r}")
+    value: Any = entry.get(name)
+    found, wanted = type(value), None
+    if found is not kind:
+        wanted = _KINDS[kind]
+    elif kind is str and not (len(value) <= _LONGEST and value.isprintable()):
+        wanted = f"at most {_LONGEST} printable characters"
+    elif kind is int and not 0 <= value <= _LARGEST:
+        wanted = "from 0 to 10**18"
+    if wanted is not None:
+        raise ValueError(f"{_said(name)} must be {wanted}, got {_said(value)}")
     return value
+
+
+def _time(entry: Mapping[str, Any], name: str) -> float:
+    value: Any = entry.get(name)
+    if type(value) not in (int, float) or not 0 <= value <= _LARGEST:
+        raise ValueError(f"{_said(name)} must be a time in microseconds, got {_said(value)}")
+    return float(value)
+
+
+_KINDS = {str: "a string", int: "an integer", list: "a list", dict: "an object"}
+
+
+def _said(value: Any) -> str:
+    """A JSON value in a few words."""
+    return _KINDS[type(value)] if isinstance(value, (list, dict)) else one_line(repr(value), 100)

@@ -16,7 +16,7 @@ from gristmill.jit.folder import open_file, read_file, why_untrusted
 from gristmill.jit.layers import layers
 from gristmill.locks import Lock
 from gristmill.log import one_line, warn_once
-from gristmill.select.table import Row, Table, parse
+from gristmill.select.table import MOST_BYTES, Row, Table, parse
 from gristmill.settings import settings
 
 if TYPE_CHECKING:
@@ -128,13 +128,13 @@ def table_name(device: Device) -> str:
 
 
 def user_table(device: Device) -> bytes | None:
-    """The user's own table as it is on disk, if it may be used; the reason is told once."""
+    """The user's own table as it is on disk, if it may be used; else the reason is logged once."""
     found = _own_table(device)
     return None if found is None else found[0]
 
 
 def check_table(name: str, content: bytes) -> Table:
-    """The table in a file of this name; TableError if it holds none, or that of another GPU."""
+    """The table in a file of this name; TableError if it holds none or one of another GPU."""
     table = parse(_decoded(content, name), name)
     if name != f"{slug(table.gpu)}.json":
         raise TableError(f"table {name}: is for {table.gpu!r}, which has {slug(table.gpu)}.json")
@@ -149,7 +149,7 @@ def _own_table(device: Device) -> tuple[bytes, Table] | None:
         warn_once(f"table {path}", f"table {path}: {reason}; it is ignored")
         return None
     try:
-        content = read_file(path.parent, path.name)
+        content = read_file(path.parent, path.name, MOST_BYTES)
     except OSError as error:
         warn_once(f"table {path}", f"table {path}: {error.strerror or error}; it is ignored")
         return None
@@ -185,7 +185,7 @@ def _layer_tables(device: Device) -> list[TableSource]:
 
 
 def _table_of(content: bytes, path: str, device: Device) -> Table | None:
-    """The table of this GPU in the content of a file; where it is none, the reason is told once."""
+    """The table of this GPU in the content of a file; None, with one warning, if it holds none."""
     try:
         table = parse(_decoded(content, path), path)
         if table.gpu != device.name:

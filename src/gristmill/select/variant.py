@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from gristmill.select.choices import why_unlisted
 
 if TYPE_CHECKING:
     from gristmill.jit.compilers import Compilable
@@ -56,11 +59,17 @@ class Variant(ABC):
     def rejects(self, problem: Problem, config: Any) -> str | None:
         """Why `config` is not a launch of this variant for `problem`; None if it is one.
 
-        A config from outside, such as a row of a table, runs only if this returns None. It does so
-        for all that `config` and `configs` return, and for a config that either could return for
-        another number of rows, if that is right here too. Any int may come, of any size.
+        A config that is read from a table runs only if this returns None: for what `config` and
+        `configs` return, and for what they return for another number of rows if that is correct
+        here as well. The types of its fields are checked before, their values are not.
         """
-        return None if config in self.configs(problem) else f"{config!r} is none of its launches"
+        if self.config_type is None:
+            return None
+        names = [field.name for field in dataclasses.fields(self.config_type)]
+        known = [tuple(getattr(one, name) for name in names) for one in self.configs(problem)]
+        if len(names) == 1:
+            known = [value for (value,) in known]
+        return why_unlisted(config, {" ".join(names): known})
 
     def indeterminate(self, problem: Problem) -> str | None:
         """Why two runs on the same input may differ in their bits, if so.

@@ -2,8 +2,8 @@
 
 Candidates are enumerated, those that do not fit are left out, and the rest is ordered by
 `estimate`, a model of the time in a few lines. The first is what runs when no table knows better;
-the first few, different enough from each other, are what tuning times. A table may name what is
-enumerated and fits, for any number of rows: `misfit`.
+the first few, different enough from each other, are what tuning times. A table may name any that is
+enumerated for some number of rows and fits (`why_rejected`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from gristmill.ops.choices import Choices, outside
 from gristmill.ops.linear.problem import Product
+from gristmill.select.choices import Choices, why_no_room, why_unlisted
 from gristmill.select.device import Device
 
 # The model's numbers, fitted to timings of 91 products of bf16 on an H200 (1 to 4,096 rows, a cold
@@ -58,11 +58,10 @@ _ACCUMULATORS_BESIDE_OPERANDS = 64
 # Where matrices must be read element by element, the elements of a step per thread: they wait in
 # registers.
 _ELEMENTS = 32
-# Bytes of the partial sums of a split.
-MOST_PARTIALS = 1 << 30
+MOST_PARTIALS = 1 << 30  # bytes of the partial sums of a split
 CANDIDATES = 20
 
-# What is enumerated: block_m, block_n, warps and swap. A transposed product is for few rows.
+# What is enumerated: block_m, block_n, warps and swap (which is for few rows).
 Shape = tuple[int, int, int, bool]
 _SHAPES: tuple[Shape, ...] = (
     *(
@@ -140,16 +139,16 @@ def candidates(
     return _ordered(kind, _relevant(product, rounded), device)[:count]
 
 
-def misfit(
+def why_rejected(
     kind: str, config: MatmulConfig, product: Product, rows: int, device: Device
 ) -> str | None:
-    """Why `config` is none that `candidates` could give, for any number of rows that fits these."""
+    """Why `config` is not one of `candidates` for any number of rows, or does not fit these."""
     if config == STURDY[kind]:
         return None
     relevant = _relevant(product, rows)
     early = (False, True) if kind != "persistent" and device.capability >= (9, 0) else (False,)
     choices = {**_choices(kind, relevant), "early": early}
-    return outside(config, choices) or _unfit(kind, config, relevant, device)
+    return why_unlisted(config, choices) or _why_unsuited(kind, config, relevant, device)
 
 
 def _relevant(product: Product, rows: int) -> Product:
@@ -177,7 +176,7 @@ def _ordered(kind: str, product: Product, device: Device) -> tuple[Candidate, ..
             estimate(kind, product, product.rows, config, device),
         )
         for config in _all(kind, product)
-        if _unfit(kind, config, product, device) is None
+        if _why_unsuited(kind, config, product, device) is None
     ]
     fitting.sort(key=lambda candidate: (candidate.us, repr(candidate.config)))
     return tuple(_different(fitting))
@@ -307,10 +306,11 @@ def _accumulators(config: MatmulConfig) -> int:
 
 def _choices(kind: str, product: Product) -> Choices:
     """The values of a kind's configs, all but `early`."""
-    parts: tuple[int, ...] = (1,)
+    deep: tuple[int, ...]
+    stages: tuple[int, ...]
+    splits: tuple[int, ...] = ()
     if kind == "persistent":
-        shapes, deep, stages, splits = _PERSISTENT_SHAPES, (64, 128), (3, 4, 5), (1,)
-        parts = (1, 2, 4)
+        shapes, deep, stages = _PERSISTENT_SHAPES, (64, 128), (3, 4, 5)
     elif product.dtype.itemsize == 4:
         shapes, deep, stages, splits = _FP32_SHAPES, (16, 32, 64), (2, 3), (2, 4, 8)
     else:
@@ -321,13 +321,13 @@ def _choices(kind: str, product: Product) -> Choices:
         "block_k": deep,
         "stages": stages,
         "split_k": splits if kind == "split_k" else (1,),
-        "parts": parts,
+        "parts": (1, 2, 4) if kind == "persistent" else (1,),
         "group": (MatmulConfig.group,),
     }
 
 
 def _all(kind: str, product: Product) -> Iterator[MatmulConfig]:
-    """Every config of a kind whose tiles are not mostly empty rows."""
+    """Every config of a kind whose tiles are not too tall for the rows."""
     tall = max(64 if kind == "persistent" else 16, _power_above(product.rows))
     for (block_m, block_n, warps, swap), block_k, stages, split, parts, group in itertools.product(
         *_choices(kind, product).values()
@@ -338,33 +338,42 @@ def _all(kind: str, product: Product) -> Iterator[MatmulConfig]:
             )
 
 
-def _unfit(kind: str, config: MatmulConfig, product: Product, device: Device) -> str | None:
-    """Why a config that is enumerated is not for this product.
+def _why_unsuited(kind: str, config: MatmulConfig, product: Product, device: Device) -> str | None:
+    """Why a config that is enumerated does not suit this product.
 
-    Its number of rows counts for the partial sums of a split alone.
+    The number of rows matters for the partial sums of a split only.
     """
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     split = config.split_k
     if block_n > max(64 if kind == "persistent" else 16, _power_above(product.columns)):
-        return f"tiles of {block_n} columns are mostly empty: there are {product.columns}"
+        return f"block_n={block_n} is too wide for {product.columns} columns"
     if block_n // config.parts < 64 and config.parts > 1:
-        return f"a part of {block_n // config.parts} columns is less than 64"
+        return f"parts={config.parts} leaves parts of {block_n // config.parts} columns, below 64"
     if split > 1 and block_k * split > max(64, _power_above(product.depth)):
-        return f"{split} shares of {block_k} or more are too many for K={product.depth}"
-    partials = 4 * split * product.batch * product.rows * product.columns
-    if split > 1 and partials > MOST_PARTIALS:
-        return f"partial sums take {partials} bytes, more than {MOST_PARTIALS}"
+        return f"split_k={split} with block_k={block_k} is too much for K={product.depth}"
+    if split > 1 and (
+        reason := why_large_sums(split * product.batch * product.rows * product.columns)
+    ):
+        return reason
     if kind != "persistent" and block_m >= 128 and block_n >= 128 and block_k > 64:
-        return f"tiles of {block_m} by {block_n} take at most 64 of K at a time, not {block_k}"
-    needed = shared_bytes(kind, config, product.dtype.itemsize)
-    if needed > device.shared_per_block:
-        return f"needs {needed} bytes of shared memory, and a block has {device.shared_per_block}"
+        return f"block_k={block_k} is not at most 64, as tiles of {block_m} by {block_n} require"
+    if reason := why_no_room(shared_bytes(kind, config, product.dtype.itemsize), device):
+        return reason
     sums, most = _accumulators(config), _most_accumulators(config, product, device)
     if sums > most:
-        return f"a thread would hold {sums} sums, more than {most}"
+        return f"a thread would hold {sums} sums, and {most} are the most"
     if not product.a_aligned and _elements(config) > _ELEMENTS:
-        return f"a thread would load {_elements(config)} elements one by one, more than {_ELEMENTS}"
+        return (
+            f"a thread would load {_elements(config)} single elements, and {_ELEMENTS} are the most"
+        )
     return None
+
+
+def why_large_sums(count: int) -> str | None:
+    """Why a split may not leave so many partial sums; None if it may."""
+    if 4 * count <= MOST_PARTIALS:
+        return None
+    return f"partial sums take {4 * count} bytes, and {MOST_PARTIALS} are the most"
 
 
 def _different(ordered: list[Candidate]) -> Iterator[Candidate]:

@@ -18,7 +18,7 @@ from gristmill.ops.linear.configs import (
     MatmulConfig,
     candidates,
     library_estimate,
-    misfit,
+    why_rejected,
 )
 from gristmill.ops.linear.problem import Product
 from gristmill.ops.linear.programs import (
@@ -118,7 +118,8 @@ class TritonMatmul(Variant):
         return found[: CANDIDATES - _BOTH_WAYS] + other
 
     def rejects(self, problem: Problem, config: MatmulConfig) -> str | None:
-        return misfit(self.kind, config, self._product(problem), problem.rows, problem.device)
+        product = self._product(problem)
+        return why_rejected(self.kind, config, product, problem.rows, problem.device)
 
     def estimated_us(self, problem: Problem) -> float:
         """What the model of `configs.py` says of the config that would run."""

@@ -1,8 +1,8 @@
 """The variants that never hold all logits: block by block through torch's matmul and our kernels.
 
 The loss and its gradient of each block are those of `cross_entropy`, whose variants are chosen as
-for any other call. How large blocks are follows from the call alone: it is a promise of how much
-memory they take, which no table can break.
+for any other call. The size of the blocks bounds the memory that they take, so it follows from the
+call alone and not from a table.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class ChunkedBackward(Variant):
 
 
 def backward_blocks(problem: Problem) -> Blocks:
+    """The blocks of a backward pass, as large as memory allows."""
     # Class weights belong to whole rows; without dweight, whole rows leave nothing to sum up.
     whole_rows = "class_weight" in problem.flags or "dweight" not in problem.flags
     return chunks.backward_blocks(problem.layout, whole_rows=whole_rows)

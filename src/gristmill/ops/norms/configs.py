@@ -34,6 +34,7 @@ from gristmill.select.problem import Problem
 # several blocks share a row where rows are few.
 BLOCK_KEEPS = 8 * MAX_THREADS
 LONG = 4 * MAX_THREADS
+MOST_PARTIAL_ROWS = 512  # of a gradient; no device has more SMs
 _LANE_WORDS = 16  # registers for a thread's part of a row, where few threads share it
 
 
@@ -249,7 +250,7 @@ def warp_backward(problem: Problem, details: Details) -> RowConfig:
 def block_backward(problem: Problem, details: Details) -> RowConfig:
     vectors = details.layout.vectors
     sms = max(1, problem.device.multiprocessors)
-    if few_partial_rows(problem, 1):
+    if few_partial_rows(problem, sms):
         # RMSNorm, 1x4096: 1.7 us; 64x8192: 5.9 us with two vectors a thread, 6.3 with one.
         # LayerNorm, 64x8192: 8.7 us with three, 10.5 with two.
         few = 3 if details.centered and vectors > 512 and not details.wide else 1
@@ -273,13 +274,12 @@ def block_backward(problem: Problem, details: Details) -> RowConfig:
     return block_config(vectors, 4, feed=feed, hold=False, blocks_per_sm=1)
 
 
-def few_partial_rows(problem: Problem, per_sm: int) -> bool:
-    """Whether each row may have a team of its own, which leaves a partial row: `per_sm` per SM.
+def few_partial_rows(problem: Problem, most: int) -> bool:
+    """Whether each row may have a team of its own, which leaves at most `most` partial rows.
 
-    Where rows must not depend on the batch there may be any number of them.
+    Batch-invariant launches are for any number of rows.
     """
-    few = per_sm * max(1, problem.device.multiprocessors)
-    return problem.rows <= few and not problem.batch_invariant
+    return problem.rows <= most and not problem.batch_invariant
 
 
 def weight_gradient(columns: int, parts: int) -> tuple[int, int]:

@@ -51,9 +51,10 @@ class NormBackward(RowVariant):
 
     def feeds(self, problem: Problem) -> set[int]:
         found = super().feeds(problem)
-        # As many partial rows as rows. A row of a table, measured where `configs` has one for each
-        # SM, speaks for up to twice as many.
-        return found if configs.few_partial_rows(problem, 2) else found - {STRAIGHT}
+        # The rule has one partial row for each SM. A table's config may be for more: its bucket has
+        # other numbers of rows, and its GPU may have more SMs.
+        few = configs.few_partial_rows(problem, configs.MOST_PARTIAL_ROWS)
+        return found if few else found - {STRAIGHT}
 
     @property
     def blocks_per_sm(self) -> range:

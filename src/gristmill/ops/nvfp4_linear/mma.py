@@ -17,8 +17,8 @@ from gristmill.ops.nvfp4_linear.mma_configs import (
     Shares,
     Slots,
     candidates,
-    misfit,
     partial_floats,
+    why_rejected,
 )
 from gristmill.ops.nvfp4_linear.problem import Details
 from gristmill.ops.ready import at_hand
@@ -62,7 +62,7 @@ class Mma(Variant):
         return found if self.declines(problem) is None else found[:1]
 
     def rejects(self, problem: Problem, config: MmaConfig) -> str | None:
-        return misfit(problem, config)
+        return why_rejected(problem, config)
 
     def varies_with_batch(self, problem: Problem) -> str | None:
         """Nothing: a token is a column of the product, and columns are summed alike.

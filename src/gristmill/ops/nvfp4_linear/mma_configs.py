@@ -3,7 +3,7 @@
 A launch has few choices: how many tokens and slabs a tile has, how many groups of four warps share
 its columns and how far ahead they read (a shape, which is compiled), and how many blocks share
 the columns (`shares`). Registers and shared memory leave 16 warps on an SM, or fewer with larger
-tiles. A table may name what is enumerated and fits, for any number of rows: `misfit`.
+tiles. A table may name any that is enumerated for some number of rows and fits (`why_rejected`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gristmill.formats.nvfp4 import fragments
-from gristmill.ops.choices import Choices, outside
-from gristmill.ops.linear.configs import MOST_PARTIALS
+from gristmill.ops.linear.configs import why_large_sums
+from gristmill.select.choices import Choices, why_no_room, why_unlisted
 from gristmill.select.device import Device
 from gristmill.select.problem import Problem
 
@@ -135,14 +135,14 @@ def candidates(problem: Problem) -> tuple[MmaConfig, ...]:
     return tuple(found[:CANDIDATES])
 
 
-def misfit(problem: Problem, config: MmaConfig) -> str | None:
-    """Why `config` is none that `candidates` could give, for any number of rows that fits these."""
+def why_rejected(problem: Problem, config: MmaConfig) -> str | None:
+    """Why `config` is not one of `candidates` for any number of rows, or does not fit these."""
     choices: Choices = {
         "tokens slabs groups depth": _SHAPES,
         "shares": _SHARES,
         "partial": (_is_partial(config.shares, problem.device),),
     }
-    return outside(config, choices) or _unfit(problem, config)
+    return why_unlisted(config, choices) or _why_unsuited(problem, config)
 
 
 def _is_partial(shares: int, device: Device) -> bool:
@@ -152,14 +152,14 @@ def _is_partial(shares: int, device: Device) -> bool:
 def _fitting(tokens: int, problem: Problem) -> Iterator[MmaConfig]:
     for shape, shares in itertools.product(_SHAPES, _SHARES):
         config = MmaConfig(*shape, shares, _is_partial(shares, problem.device))
-        if config.tokens == tokens and _unfit(problem, config) is None:
+        if config.tokens == tokens and _why_unsuited(problem, config) is None:
             yield config
 
 
-def _unfit(problem: Problem, config: MmaConfig) -> str | None:
-    """Why a config that is enumerated is not for this product.
+def _why_unsuited(problem: Problem, config: MmaConfig) -> str | None:
+    """Why a config that is enumerated does not suit this product.
 
-    Its number of rows counts for partial sums alone.
+    The number of rows matters for partial sums only.
     """
     device, shares = problem.device, config.shares
     _, chunks = fragments.padded(problem.dim("N"), problem.dim("K"))
@@ -167,18 +167,15 @@ def _unfit(problem: Problem, config: MmaConfig) -> str | None:
     if shares > 1 and (
         chunks < shares * config.groups or (shares - 1) * -(-chunks // shares) >= chunks
     ):
-        return (
-            f"{chunks} chunks of columns are too few for {shares} shares of {config.groups} groups"
-        )
-    needed = Slots(1, 2).bytes(config)
-    if needed > device.shared_per_block:
-        return f"needs {needed} bytes of shared memory, and a block has {device.shared_per_block}"
-    if config.partial and partial_floats(problem, config) * 4 > MOST_PARTIALS:
-        return f"partial sums take more than {MOST_PARTIALS} bytes"
-    return None
+        return f"shares={shares} with groups={config.groups} is too much for {chunks} chunks"
+    reason = why_no_room(Slots(1, 2).bytes(config), device)
+    if reason is None and config.partial:
+        reason = why_large_sums(partial_floats(problem, config))
+    return reason
 
 
 def partial_floats(problem: Problem, config: MmaConfig) -> int:
+    """How many partial sums all shares leave, with rows of the weight in fours."""
     return config.shares * problem.rows * math.ceil(problem.dim("N") / 4) * 4
 
 

@@ -30,8 +30,8 @@ from gristmill.ops.nvfp4_linear.triton_configs import (
     RowsConfig,
     bytes_at_a_time,
     candidates,
-    misfit,
     tile_count,
+    why_rejected,
 )
 from gristmill.ops.ready import at_hand, out_of_reach
 from gristmill.select.problem import Problem
@@ -85,7 +85,8 @@ class TritonLinear(Variant):
         return candidates(problem.rows, problem.dim("N"), problem.dim("K"), problem.device)
 
     def rejects(self, problem: Problem, config: RowsConfig) -> str | None:
-        return misfit(config, problem.rows, problem.dim("N"), problem.dim("K"), problem.device)
+        sizes = (problem.rows, problem.dim("N"), problem.dim("K"))
+        return why_rejected(config, *sizes, problem.device)
 
     def varies_with_batch(self, problem: Problem) -> str | None:
         return None

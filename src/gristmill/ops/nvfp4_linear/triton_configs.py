@@ -2,8 +2,8 @@
 
 A few configs are enumerated by the number of rows, those that do not fit the device are left out,
 and the rest is ordered by `estimate`, a model of the time in a few lines. The first is what runs
-when no table knows better; all of them are what tuning times. A table may name what is enumerated
-and fits, for any number of rows: `misfit`.
+when no table knows better; all of them are what tuning times. A table may name any that is
+enumerated for some number of rows and fits (`why_rejected`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from gristmill.ops.choices import Choices, outside
-from gristmill.ops.linear.configs import MOST_PARTIALS
+from gristmill.ops.linear.configs import why_large_sums
+from gristmill.select.choices import Choices, why_no_room, why_unlisted
 from gristmill.select.device import Device
 
 CANDIDATES = 12
@@ -86,11 +86,13 @@ def candidates(rows: int, columns: int, depth: int, device: Device) -> tuple[Row
     return _ordered(rounded, columns, depth, device)
 
 
-def misfit(config: RowsConfig, rows: int, columns: int, depth: int, device: Device) -> str | None:
-    """Why `config` is none that `candidates` could give, for any number of rows that fits these."""
+def why_rejected(
+    config: RowsConfig, rows: int, columns: int, depth: int, device: Device
+) -> str | None:
+    """Why `config` is not one of `candidates` for any number of rows, or does not fit these."""
     early = (False, True) if device.capability >= (9, 0) else (False,)
     choices: Choices = {SHAPE: GRIDS, "stages": STAGES, "split_k": _SPLITS, "early": early}
-    return outside(config, choices) or _unfit(config, rows, columns, depth, device)
+    return why_unlisted(config, choices) or _why_unsuited(config, rows, columns, depth, device)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -98,7 +100,7 @@ def _ordered(rows: int, columns: int, depth: int, device: Device) -> tuple[RowsC
     fitting = [
         replace(config, early=_is_early(config, rows, columns, device))
         for config in _all(rows)
-        if _unfit(config, rows, columns, depth, device) is None
+        if _why_unsuited(config, rows, columns, depth, device) is None
     ]
     fitting.sort(
         key=lambda one: (estimate(one, rows, columns, depth, device), -one.stages, repr(one))
@@ -112,7 +114,7 @@ def _ordered(rows: int, columns: int, depth: int, device: Device) -> tuple[RowsC
 
 
 def _all(rows: int) -> Iterator[RowsConfig]:
-    """Every config whose tiles are neither mostly empty nor too many."""
+    """Every config whose tiles are neither too tall nor too many for the rows."""
     for (block_m, block_n, block_k, warps), stages, split in itertools.product(
         GRIDS, STAGES, _SPLITS
     ):
@@ -120,25 +122,19 @@ def _all(rows: int) -> Iterator[RowsConfig]:
             yield RowsConfig(block_m, block_n, block_k, stages, warps, split)
 
 
-def _unfit(config: RowsConfig, rows: int, columns: int, depth: int, device: Device) -> str | None:
-    """Why a config that is enumerated is not for this product.
+def _why_unsuited(
+    config: RowsConfig, rows: int, columns: int, depth: int, device: Device
+) -> str | None:
+    """Why a config that is enumerated does not suit this product.
 
-    Its number of rows counts for the partial sums of a split alone.
+    The number of rows matters for the partial sums of a split only.
     """
-    split = config.split_k
-    if split > 1 and depth < config.block_k * split * _LEAST_STEPS:
-        return f"{split} shares of {_LEAST_STEPS} times {config.block_k} are too many for K={depth}"
-    partials = 4 * split * rows * columns
-    if split > 1 and partials > MOST_PARTIALS:
-        return f"partial sums take {partials} bytes, more than {MOST_PARTIALS}"
-    return too_large(config, device)
-
-
-def too_large(config: RowsConfig, device: Device) -> str | None:
-    needed, room = shared_bytes(config), device.shared_per_block
-    return (
-        f"needs {needed} bytes of shared memory, and a block has {room}" if needed > room else None
-    )
+    split, block_k = config.split_k, config.block_k
+    if split > 1 and depth < block_k * split * _LEAST_STEPS:
+        return f"split_k={split} with block_k={block_k} is too much for K={depth}"
+    if split > 1 and (reason := why_large_sums(split * rows * columns)):
+        return reason
+    return why_no_room(shared_bytes(config), device)
 
 
 def estimate(config: RowsConfig, rows: int, columns: int, depth: int, device: Device) -> float:

@@ -19,7 +19,7 @@ from gristmill.ops.nvfp4_linear.wgmma_configs import (
     WgmmaConfig,
     candidates_of,
     cut_of,
-    misfit,
+    why_rejected,
 )
 from gristmill.ops.ready import at_hand
 from gristmill.select.problem import Problem
@@ -54,7 +54,7 @@ class Wgmma(Variant):
         return candidates_of(problem)
 
     def rejects(self, problem: Problem, config: WgmmaConfig) -> str | None:
-        return misfit(problem, config)
+        return why_rejected(problem, config)
 
     def varies_with_batch(self, problem: Problem) -> str | None:
         """Nothing: a token is a column of the product, and columns are summed alike.

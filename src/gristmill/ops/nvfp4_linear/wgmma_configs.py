@@ -1,6 +1,6 @@
 """How the warpgroup kernel cuts a product, and a model of the time that takes.
 
-A table may name what is enumerated and fits, for any number of rows: `misfit`.
+A table may name any that is enumerated for some number of rows and fits (`why_rejected`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from gristmill.ops.choices import Choices, outside
+from gristmill.select.choices import Choices, why_no_room, why_unlisted
 from gristmill.select.device import Device
 from gristmill.select.problem import Problem
 
@@ -112,12 +112,10 @@ def cut(config: WgmmaConfig, rows: int, n: int, k: int, device: Device) -> Cut:
     blocks = max(1, min(config.blocks, (room + 1024) // (shared + 1024)))
     while blocks > 1 and not _has_registers(tokens, groups, blocks):
         blocks -= 1
-    reason = None
-    if shared > room:
-        reason = f"needs {shared} bytes of shared memory, and a block has {room}"
-    elif (config.split - 1) * share >= chunks:
+    reason = why_no_room(shared, device)
+    if reason is None and (config.split - 1) * share >= chunks:
         reason = f"{chunks} chunks of columns cannot be split in {config.split}"
-    elif not _has_registers(tokens, groups, 1):
+    if reason is None and not _has_registers(tokens, groups, 1):
         reason = f"{groups} warpgroups with tiles of {tokens} tokens need too many registers"
     return Cut(
         config=config,
@@ -186,15 +184,15 @@ def candidates_of(problem: Problem) -> tuple[WgmmaConfig, ...]:
     return candidates(problem.rows, problem.dim("N"), problem.dim("K"), problem.device)
 
 
-def misfit(problem: Problem, config: WgmmaConfig) -> str | None:
-    """Why `config` is none that `candidates` could give, for any number of rows that fits these."""
+def why_rejected(problem: Problem, config: WgmmaConfig) -> str | None:
+    """Why `config` is not one of `candidates` for any number of rows, or does not fit these."""
     choices: Choices = {
         "tokens row_groups k_groups depth stages blocks": _KNOWN,
         "split": _SPLITS,
         "persistent": (False, True) if config.split == 1 else (False,),
         "group": (WgmmaConfig.group,),
     }
-    return outside(config, choices) or cut_of(problem, config).reason
+    return why_unlisted(config, choices) or cut_of(problem, config).reason
 
 
 def cut_of(problem: Problem, config: WgmmaConfig) -> Cut:

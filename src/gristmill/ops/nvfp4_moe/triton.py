@@ -24,7 +24,7 @@ from gristmill.ops.linear.programs import INT32, SLACK, TYPES, is_dependent
 from gristmill.ops.nvfp4_moe import semantics
 from gristmill.ops.nvfp4_moe.problem import Details
 from gristmill.ops.nvfp4_moe.semantics import Call
-from gristmill.ops.nvfp4_moe.triton_configs import FEW, ExpertsConfig, candidates, misfit
+from gristmill.ops.nvfp4_moe.triton_configs import FEW, ExpertsConfig, candidates, why_rejected
 from gristmill.ops.nvfp4_moe.triton_programs import PRODUCTS, X, numbers, product_program
 from gristmill.ops.ready import at_hand, out_of_reach
 from gristmill.select.problem import Problem
@@ -88,7 +88,7 @@ class TritonExperts(Variant):
         return candidates(_slots(problem), *sizes, problem.device)
 
     def rejects(self, problem: Problem, config: ExpertsConfig) -> str | None:
-        return misfit(config, problem.dim("H"), problem.dim("I"), problem.device)
+        return why_rejected(config, problem.dim("H"), problem.dim("I"), problem.device)
 
     def varies_with_batch(self, problem: Problem) -> str | None:
         return None

@@ -1,9 +1,9 @@
 """How the Triton kernel cuts the products of experts into tiles: every threshold stands here.
 
 As for the linear product, a few configs are enumerated, those that do not fit the device are left
-out, and the rest is ordered by `estimate`; a table may name what is enumerated and fits. What a
-token's expert costs depends on how many others have the same one; nothing here knows that, so slots
-are taken as spread evenly.
+out, and the rest is ordered by `estimate`; a table may name any that is enumerated for some number
+of slots and fits (`why_rejected`). What a token's expert costs depends on how many others have the
+same one; nothing here knows that, so slots are taken as spread evenly.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gristmill.ops.choices import outside
 from gristmill.ops.nvfp4_linear.triton_configs import (
     GRIDS,
     SHAPE,
     STAGES,
     RowsConfig,
     product_us,
-    too_large,
+    shared_bytes,
 )
+from gristmill.select.choices import why_no_room, why_unlisted
 from gristmill.select.device import Device
 
 CANDIDATES = 10
@@ -83,10 +83,10 @@ def candidates(
     return _ordered(Sizes(1 << (slots - 1).bit_length(), experts, hidden, inner), device)
 
 
-def misfit(config: ExpertsConfig, hidden: int, inner: int, device: Device) -> str | None:
-    """Why `config` is none that `candidates` could give, for any number of slots."""
+def why_rejected(config: ExpertsConfig, hidden: int, inner: int, device: Device) -> str | None:
+    """Why `candidates` cannot give `config` for any number of slots."""
     choices = {SHAPE: GRIDS, "stages": STAGES, "group": _GROUPS}
-    return outside(config, choices) or _unfit(config, hidden, inner, device)
+    return why_unlisted(config, choices) or _why_unsuited(config, hidden, inner, device)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -94,14 +94,14 @@ def _ordered(sizes: Sizes, device: Device) -> tuple[ExpertsConfig, ...]:
     fitting = [
         config
         for config in _all(sizes)
-        if _unfit(config, sizes.hidden, sizes.inner, device) is None
+        if _why_unsuited(config, sizes.hidden, sizes.inner, device) is None
     ]
     fitting.sort(key=lambda one: (estimate(one, sizes, device), -one.stages, repr(one)))
     return tuple(fitting[:CANDIDATES])
 
 
 def _all(sizes: Sizes) -> Iterator[ExpertsConfig]:
-    """Every config whose tiles are neither mostly empty nor too many."""
+    """Every config whose tiles are neither too tall nor too many for the slots."""
     for (block_m, block_n, block_k, warps), stages in itertools.product(GRIDS, STAGES):
         if block_m > max(16, 2 * sizes.each) or block_m > max(8, sizes.slots):
             continue
@@ -112,11 +112,11 @@ def _all(sizes: Sizes) -> Iterator[ExpertsConfig]:
         yield ExpertsConfig(block_m, block_n, block_k, stages, warps, group)
 
 
-def _unfit(config: ExpertsConfig, hidden: int, inner: int, device: Device) -> str | None:
-    """Why a config that is enumerated is not for matrices of these sizes."""
+def _why_unsuited(config: ExpertsConfig, hidden: int, inner: int, device: Device) -> str | None:
+    """Why a config that is enumerated does not suit matrices of these sizes."""
     if config.block_k >= 256 and 2 * config.block_k > max(hidden, inner):
-        return f"block_k={config.block_k} is for matrices of more columns than {max(hidden, inner)}"
-    return too_large(config.product(), device)
+        return f"block_k={config.block_k} is too much for {max(hidden, inner)} columns"
+    return why_no_room(shared_bytes(config.product()), device)
 
 
 def estimate(config: ExpertsConfig, sizes: Sizes, device: Device) -> float:

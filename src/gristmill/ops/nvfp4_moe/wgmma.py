@@ -35,7 +35,7 @@ from gristmill.ops.nvfp4_moe.wgmma_configs import (
     Product,
     candidates_of,
     products,
-    unknown,
+    why_rejected,
 )
 from gristmill.ops.ready import at_hand
 from gristmill.select.problem import Problem
@@ -94,7 +94,7 @@ class Wgmma(Variant):
         return candidates_of(problem)
 
     def rejects(self, problem: Problem, config: MoeConfig) -> str | None:
-        reason = unknown(config)
+        reason = why_rejected(config)
         if reason is None:
             up, down = self._products(problem, self._right(problem, config))
             reason = up.reason or down.reason

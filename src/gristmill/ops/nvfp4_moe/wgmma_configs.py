@@ -1,6 +1,7 @@
 """How the expert kernel of Hopper is launched: who puts tokens in order, how products are cut.
 
-A table may name any of the cuts for each product, with any tile, if both have a launch: `unknown`.
+A table may name any of the cuts for each product, with any tile, if both have a launch
+(`why_rejected`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from gristmill.ops.choices import Choices, outside
+from gristmill.select.choices import Choices, why_no_room, why_unlisted
 from gristmill.select.device import Device
 from gristmill.select.problem import Problem
 
@@ -198,8 +199,8 @@ def products(
         blocks = max(1, min(blocks, (room + 1024) // (shared + 1024)))
         while blocks > 1 and not of().has_registers(blocks):
             blocks -= 1
-        if shared > room:
-            return of(f"needs {shared} bytes of shared memory, and a block has {room}")
+        if reason := why_no_room(shared, device):
+            return of(reason)
         if step != ADD and (split - 1) * share >= chunks:
             return of(f"{chunks} chunks of columns cannot be split in {split}")
         if not of().has_registers(1):
@@ -266,8 +267,8 @@ def candidates_of(problem: Problem) -> tuple[MoeConfig, ...]:
     return candidates(problem.rows, *dims, problem.device)
 
 
-def unknown(config: MoeConfig) -> str | None:
-    """Why `config` is none that there is, if so; whether its products have a launch they tell."""
+def why_rejected(config: MoeConfig) -> str | None:
+    """Why `config` is not one of `candidates` for any call. `products` says if it fits this one."""
     choices: Choices = {
         "up": _EVERY,
         "down": _ADDING if config.added else _EVERY,
@@ -275,7 +276,7 @@ def unknown(config: MoeConfig) -> str | None:
         "routing": ("scan",),
         "persistent": (True,),
     }
-    return outside(config, choices)
+    return why_unlisted(config, choices)
 
 
 def _all(tokens: int, topk: int, experts: int, hidden: int) -> Iterator[MoeConfig]:

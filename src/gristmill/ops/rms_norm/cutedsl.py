@@ -20,8 +20,9 @@ from gristmill.ops.norms.cuda import Run
 from gristmill.ops.norms.problem import Details
 from gristmill.ops.ready import is_there
 from gristmill.ops.rms_norm.cuda import plan_rms_norm
-from gristmill.ops.rows.config import MAX_THREADS, outside, power_of_two
+from gristmill.ops.rows.config import MAX_THREADS, power_of_two
 from gristmill.ops.rows.layout import Layout
+from gristmill.select.choices import why_unlisted
 from gristmill.select.problem import Problem
 from gristmill.select.variant import Variant
 
@@ -104,14 +105,11 @@ class CuteRmsNorm(Variant):
 
     def rejects(self, problem: Problem, config: CuteConfig) -> str | None:
         layout: Layout = problem.layout.layout
-        few, many = _least_items(layout), _most_items(layout)
-        reason = outside("items", config.items, range(few, many + 1))
-        if reason is not None:
-            return reason
-        own = _config(layout, config.items)
-        return outside("threads", config.threads, (own.threads,)) or outside(
-            "lanes", config.lanes, (own.lanes,)
-        )
+        known = [
+            _config(layout, items) for items in range(_least_items(layout), _most_items(layout) + 1)
+        ]
+        choices = {"items threads lanes": [(one.items, one.threads, one.lanes) for one in known]}
+        return why_unlisted(config, choices)
 
     def varies_with_batch(self, problem: Problem) -> str | None:
         """Nothing: a row's sum is that of its lanes in a fixed order, and N gives the launch."""

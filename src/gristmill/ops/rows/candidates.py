@@ -1,8 +1,8 @@
 """The launches of a row kernel that are worth timing, beside the one that its op would choose.
 
 An op's `configs.py` has one launch for every problem, from what was measured on one GPU; tuning
-asks whether its neighbours do better on this one. Whether one of them is right for these rows, and
-fits the device, is for the variant to say (`RowVariant.rejects`).
+asks whether its neighbours do better on this one. `RowVariant.rejects` leaves out those that do not
+suit the rows or do not fit the device.
 """
 
 from __future__ import annotations

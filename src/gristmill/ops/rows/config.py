@@ -6,7 +6,6 @@ count vectors of 16 bytes, so that they hold for every dtype.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gristmill.ops.rows.problem import RowDetails
@@ -36,17 +35,6 @@ class RowConfig:
     feed: int = STRAIGHT
     hold: bool = True
     blocks_per_sm: int = 0
-
-
-def outside(name: str, value: int, known: Sequence[int]) -> str | None:
-    """Why `value`, of any size, is none of the `known` ones; None if it is one."""
-    if value in known:
-        return None
-    shown = value if value.bit_length() <= 64 else f"(a number of {value.bit_length()} bits)"
-    if not isinstance(known, range) or len(known) < 3:
-        return f"{name}={shown} is not {' or '.join(map(str, known))}"
-    multiple = f"a multiple of {known.step} " if known.step > 1 else ""
-    return f"{name}={shown} is not {multiple}from {known[0]} to {known[-1]}"
 
 
 def whole_vectors(details: RowDetails) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from struct import Struct
@@ -26,9 +27,9 @@ from gristmill.ops.rows.config import (
     column_bytes,
     few_rows,
     most_blocks,
-    outside,
 )
 from gristmill.ops.rows.problem import RowDetails
+from gristmill.select.choices import why_no_room, why_unlisted
 from gristmill.select.problem import Problem
 from gristmill.select.variant import Variant
 
@@ -68,9 +69,9 @@ class RowVariant(Variant):
     block_keeps: ClassVar[int]
     long: ClassVar[int]
     configs_by_scope: ClassVar[Mapping[str, Callable[[Problem, Any], RowConfig]]]
-    # How rows can come to a team of each scope, where they lie so that they can.
+    # How rows can come to a team, by scope: a superset of `feeds`.
     ways: ClassVar[Mapping[str, Collection[int]]]
-    # Threads that are enough for any row that is not kept: of fewer each adds up too much of it.
+    # Threads that suffice for any row that is not kept. Fewer may have at most 8 vectors each.
     enough: ClassVar[int] = 256
 
     def __init__(self, name: str) -> None:
@@ -114,24 +115,24 @@ class RowVariant(Variant):
         return tuple(dict.fromkeys((usual, *right)))
 
     def rejects(self, problem: Problem, config: RowConfig) -> str | None:
+        ways = itertools.product(sorted(self.feeds(problem)), (False, True))
+        choices = {
+            "threads": range(32, MAX_THREADS + 1, 32),
+            "items": range(1, MOST_ITEMS + 1),
+            "lanes": self.lanes(problem),
+            "cluster": self.clusters(problem),
+            "blocks_per_sm": self.blocks_per_sm,
+            # Rows that are read twice are not held.
+            "feed hold": [(feed, hold) for feed, hold in ways if feed != TWICE or not hold],
+        }
+        return why_unlisted(config, choices) or self._why_too_small_or_large(problem, config)
+
+    def _why_too_small_or_large(self, problem: Problem, config: RowConfig) -> str | None:
+        """Why these rows do not fit a launch whose fields are right one by one."""
         details: RowDetails = problem.layout
-        layout, feed = details.layout, config.feed
-        # First what bounds every number: none of what follows is meant for larger ones.
-        reason = (
-            outside("threads", config.threads, range(32, MAX_THREADS + 1, 32))
-            or outside("items", config.items, range(1, MOST_ITEMS + 1))
-            or outside("lanes", config.lanes, self.lanes(problem))
-            or outside("cluster", config.cluster, self.clusters(problem))
-            or outside("blocks_per_sm", config.blocks_per_sm, self.blocks_per_sm)
-            or outside("feed", feed, sorted(self.feeds(problem)))
-        )
-        if reason is not None:
-            return reason
-        warp = self.scope == "WARP"
+        layout, warp = details.layout, self.scope == "WARP"
         team = config.lanes if warp else config.threads * config.cluster
-        if feed == TWICE:
-            if config.hold:
-                return f"hold=True, but of rows with feed={TWICE} nothing is kept"
+        if config.feed == TWICE:
             if team < min(32 if warp else self.enough, -(-layout.vectors // 8)):
                 return f"{team} threads are too few to add up rows of {layout.columns} columns"
         elif team * config.items < layout.vectors:
@@ -139,20 +140,18 @@ class RowVariant(Variant):
                 f"{team} threads of {config.items} vectors hold "
                 f"{team * config.items * layout.vector} of a row's {layout.columns} columns"
             )
-        if feed in ONE_ROW and layout.rows * config.cluster >= 2**31:
+        if config.feed in ONE_ROW and layout.rows * config.cluster >= 2**31:
             return f"{layout.rows} rows of {config.cluster} blocks are more than a grid has"
-        shared, room = self.shared_bytes(details, config), problem.device.shared_per_block
-        if shared > room:
-            return f"takes {shared} bytes of shared memory, of which a block has {room}"
-        return None
+        return why_no_room(self.shared_bytes(details, config), problem.device)
 
     def feeds(self, problem: Problem) -> set[int]:
-        """How these rows can come to a team: `ways`, less what is not for such rows."""
+        """How these rows can come to a team: the `ways` that their layout allows."""
         details: RowDetails = problem.layout
         found = set(self.ways[self.scope])
         if details.layout.ragged:
-            found.discard(AHEAD)  # each row is shifted by its own number of elements
-        if not details.bulk(0, 1):
+            found.discard(AHEAD)  # the next row may be shifted by another number of elements
+        # Without columns nothing is launched.
+        if not details.bulk(0, 1) and details.layout.columns > 0:
             found.discard(ASYNC)
         if not bulk_copies(problem, details):
             found.difference_update(RINGS)

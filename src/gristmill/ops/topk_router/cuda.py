@@ -14,7 +14,6 @@ import torch
 
 from gristmill.jit import Program
 from gristmill.ops import launch
-from gristmill.ops.rows.config import outside
 from gristmill.ops.rows.layout import ELEMENT
 from gristmill.ops.topk_router import semantics
 from gristmill.ops.topk_router.problem import VECTOR, Details
@@ -30,7 +29,6 @@ MOST_EXPERTS = ITEMS[-1] * LANES * VECTOR
 MOST_CHOSEN = LANES  # a slot is a lane's
 MOST_GROUPS = LANES  # so is a group
 MOST_WARPS = 8  # of a block, as the kernels' launch bounds have it
-WARPS = (1, 2, 4, MOST_WARPS)
 _GROUP_SHIFT = 22  # as in the kernel
 _IDS = {torch.int32: "int", torch.int64: "long long"}
 _NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in (*ELEMENT, *_IDS)}
@@ -75,11 +73,8 @@ class _ByWarp(Variant):
         return RouterConfig(1 if problem.rows <= problem.device.multiprocessors else 4)
 
     def configs(self, problem: Problem) -> tuple[RouterConfig, ...]:
-        found = (self.config(problem), *map(RouterConfig, WARPS))
+        found = (self.config(problem), *map(RouterConfig, (1, 2, 4, MOST_WARPS)))
         return tuple(dict.fromkeys(found))
-
-    def rejects(self, problem: Problem, config: RouterConfig) -> str | None:
-        return outside("warps", config.warps, WARPS)
 
     def programs(self, problem: Problem, config: RouterConfig) -> tuple[Program, ...]:
         return (self.program(problem),)

@@ -1,0 +1,72 @@
+"""Checks of a config: the values that its fields may have, and the shared memory that it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gristmill.select.device import Device
+
+# From the name of a field to its values; from several names, separated by spaces, to tuples of
+# values that go together.
+Choices = Mapping[str, Collection[Any]]
+
+_MOST_LISTED = 12
+
+
+def why_unlisted(config: Any, choices: Choices) -> str | None:
+    """The first value of `config` that is not in `choices`, and what is; None if all are."""
+    for names, allowed in choices.items():
+        fields = names.split()
+        values = tuple(getattr(config, name) for name in fields)
+        if len(fields) == 1:
+            if values[0] not in allowed:
+                return f"{_said(names, values[0])} is not {_listed(allowed)}"
+        elif values not in allowed:
+            return _why_apart(fields, values, allowed)
+    return None
+
+
+def why_no_room(shared: int, device: Device) -> str | None:
+    """Why a block cannot have so many bytes of shared memory; None if it can."""
+    room = device.shared_per_block
+    if shared <= room:
+        return None
+    return f"needs {shared} bytes of shared memory, and a block has {room}"
+
+
+def short(value: Any) -> str:
+    """`value` in a few characters. Python does not format integers of thousands of digits."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(short, value))})"
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"<an integer of {value.bit_length()} bits>"
+    return repr(value)
+
+
+def _why_apart(fields: list[str], values: tuple[Any, ...], allowed: Collection[Any]) -> str:
+    """The first of `values` that goes with none of `allowed`, given those before it."""
+    for at, value in enumerate(values):
+        left = {one[at] for one in allowed if one[:at] == values[:at]}
+        if value not in left:
+            break
+    pairs = [_said(*pair) for pair in zip(fields[:at], values, strict=False)]
+    beside = f" with {', '.join(pairs)}" if pairs else ""
+    return f"{_said(fields[at], value)} is not {_listed(left)}{beside}"
+
+
+def _said(name: str, value: Any) -> str:
+    return f"{name}={short(value)}"
+
+
+def _listed(allowed: Collection[Any]) -> str:
+    if not allowed:
+        return "possible here"
+    if isinstance(allowed, range) and len(allowed) > 2:
+        step = f"a multiple of {allowed.step} " if allowed.step > 1 else ""
+        return f"{step}from {allowed[0]} to {allowed[-1]}"
+    if len(allowed) > _MOST_LISTED:
+        return f"one of the {len(allowed)} known ones"
+    *others, last = map(short, sorted(allowed))
+    return f"{', '.join(others)} or {last}" if others else last
