@@ -29,7 +29,7 @@ PACKAGE = ROOT / "src" / "gristmill"
 SMOKE = Path(__file__).resolve().parent / "dist_smoke.py"
 LARGEST_WHEEL = 3_000_000
 # All that a user's environment gets; torch's CUDA wheels bring the compiler themselves.
-REQUIRED = {"rich", "safetensors", "torch", "typer"}
+REQUIRED = {"regex", "rich", "safetensors", "torch", "typer"}
 EXTRAS = {"cutedsl", "dev", "docs", "nvrtc", "transformers", "triton"}
 ENTRY_POINTS = {
     "console_scripts": {"gristmill"},

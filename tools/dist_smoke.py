@@ -33,7 +33,7 @@ def imports(release: str) -> None:
     )
     versions = {gristmill.__version__, importlib.metadata.version("gristmill")}
     expect(versions == {release}, f"the version is {versions}, not {release}")
-    late = {"cuda", "cutlass", "rich", "triton", "typer"} & new
+    late = {"cuda", "cutlass", "regex", "rich", "triton", "typer"} & new
     expect(not late, f"import gristmill also imports {late}")
     expect(not torch.cuda.is_initialized(), "import gristmill touches the GPU")
 

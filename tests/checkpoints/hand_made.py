@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from gristmill.checkpoints import Checkpoint
+from gristmill.errors import CheckpointError
 from gristmill.formats.nvfp4 import NVFP4Tensor
 
 Tensors = dict[str, torch.Tensor]
@@ -143,3 +146,30 @@ def is_made_of(weight: NVFP4Tensor, *parts: Tensors) -> bool:
         )
         and same_bits(weight.row_scale, torch.cat(rows))
     )
+
+
+def whole(folder: Path) -> Path:
+    return write(folder, modelopt("a", matrix(16, 32)))
+
+
+def read(path: Path) -> Any:
+    return Checkpoint(path).linear("a")
+
+
+def experts(*numbers: str, inner: int = 32) -> Tensors:
+    tensors: Tensors = {}
+    for number in numbers:
+        for part in ("gate_proj", "up_proj"):
+            tensors |= modelopt(f"m.experts.{number}.{part}", matrix(inner, 64))
+        tensors |= modelopt(f"m.experts.{number}.down_proj", matrix(64, inner))
+    return tensors
+
+
+def assert_rejected(path: Path, words: str, what: Callable[[Path], Any] = read) -> None:
+    """Check that `what` fails at once, with a short error that names the file."""
+    start = time.perf_counter()
+    with pytest.raises(CheckpointError, match=words) as caught:
+        what(path)
+    assert str(path) in str(caught.value)
+    assert len(str(caught.value)) < 2000
+    assert time.perf_counter() - start < 5

@@ -256,5 +256,5 @@ def test_targets() -> None:
 
 
 def test_a_bad_expression_is_named() -> None:
-    with pytest.raises(CheckpointError, match=r"ignore: 're:\(' is no regular expression"):
+    with pytest.raises(CheckpointError, match=r"ignore: 're:\(' cannot be compiled"):
         ignoring("re:(").is_ignored("a")

@@ -255,7 +255,11 @@ def test_rows_of_different_scales_are_refused(tmp_path: Path) -> None:
         ({"a": 3}, {}, "a must be an NVFP4Tensor or a tensor, got int"),
         ({"a": weight(8, 32)}, {"kv_cache": "int8"}, "kv_cache must be None or 'fp8', got 'int8'"),
         ({"a": weight(8, 32)}, {"activations": True}, r"there is no a\.input_scale"),
-        ({"a": weight(8, 32)}, {"shards": {"b": {"c": 8}}}, "shards speaks of what .*: b"),
+        (
+            {"a": weight(8, 32)},
+            {"shards": {"b": {"c": 8}}},
+            "shards names modules that are not .*: b",
+        ),
         ({"a": weight(8, 32)}, {"shards": {"a": {"b": 4, "c": 3}}}, "add up to its 8 rows, got"),
         ({"a": weight(8, 32)}, {"shards": {"a": {"b": 9, "c": -1}}}, "add up to its 8 rows, got"),
         ({"a": weight(8, 32), "a.weight": torch.ones(1)}, {}, r"a\.weight would be there twice"),
@@ -266,7 +270,7 @@ def test_rows_of_different_scales_are_refused(tmp_path: Path) -> None:
         (
             {"a": weight(8, 32)},
             {"shards": {"a": {"b": 8}, "a.weight": {"c": 8}}},
-            "shards speaks of a twice",
+            "shards names a twice",
         ),
         ({"a": quantize(torch.ones(2, 2, 2, 16))}, {}, r"a matrix or a stack .* \(2, 2, 2, 16\)"),
     ],

@@ -151,6 +151,38 @@ def states() -> dict[str, Any]:
     return found
 
 
+def rejected() -> dict[str, tuple[str, bool]]:
+    """What is said of bad tensors for a rank's layer, and whether that is as it was."""
+    layer = parallel(Mlp()).up
+    own = {name: part.clone() for name, part in layer.state_dict().items()}
+    saved = {name: part.clone() for name, part in Mlp().up.state_dict().items()}
+    given = {name: part + part for name, part in own.items() if name != "weight_scale"}
+    given["weight_scale"] = own["weight_scale"]
+    mesh = layer.bias.device_mesh
+    bad = {
+        "rows": ("weight", given["weight"][:-1]),
+        "scales": ("weight_scale", given["weight_scale"].view(torch.uint8) * 0 + 255),
+        "scales of all ranks": ("weight_scale_2", -saved["weight_scale_2"]),
+        "a weight for all": ("weight", distribute_tensor(saved["weight"], mesh, [Shard(0)])),
+        "bias": ("bias", saved["bias"][:-1]),
+        "dtype": ("bias", saved["bias"].int()),
+    }
+    found = {}
+    for what, (name, part) in bad.items():
+        try:
+            layer.load_state_dict({**given, name: part})
+            problem = ""
+        except RuntimeError as error:
+            problem = str(error)
+        now = layer.state_dict()
+        same = all(
+            torch.equal(whole(now[key]).view(torch.uint8), whole(own[key]).view(torch.uint8))
+            for key in own
+        )
+        found[what] = problem, same
+    return found
+
+
 def packed(arch: str) -> dict[str, Any]:
     """Ranks whose CPUs pass for GPUs of some architecture, and lay weights out as those want."""
     own = formats.arch_of

@@ -85,6 +85,23 @@ def test_state_dicts(mesh_pool: MeshPool) -> None:
         assert found["moved"] == ["torch.uint8", "torch.float64"]
 
 
+def test_state_dicts_that_are_rejected(mesh_pool: MeshPool) -> None:
+    """Each rank's layer keeps all that it had."""
+    messages = {
+        "rows": "size mismatch for weight:",
+        "scales": "weight_scale: block scales must be neither negative nor NaN",
+        "scales of all ranks": "weight_scale_2: global scales must be finite and not negative",
+        "a weight for all": "weight must be a Tensor, got a DTensor",
+        "bias": "size mismatch for bias",
+        "dtype": "bias must have a floating-point dtype, got torch.int32",
+    }
+    for found in mesh_pool.run("nvfp4_tasks:rejected"):
+        assert found.keys() == messages.keys()
+        for what, (problem, is_same) in found.items():
+            assert messages[what] in problem, what
+            assert is_same, what
+
+
 @pytest.mark.parametrize(("arch", "layout"), [("sm_90a", "fragments"), ("sm_100a", "tiles")])
 def test_layouts_of_gpus(arch: str, layout: str, mesh_pool: MeshPool) -> None:
     """A rank's part is packed by itself: 32 x 64 of the first weight, 64 x 32 of the second."""

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from gristmill.checkpoints import Checkpoint, save_modelopt
 from gristmill.errors import ArgumentError, CheckpointError, DtypeError
+from gristmill.formats.nvfp4.tensor import E4M3
 from gristmill.integrations.transformers.config import Nvfp4Config
 from gristmill.integrations.transformers.experts import NVFP4Experts
 from gristmill.integrations.transformers.nvfp4 import left_quantized, quantize_modules
@@ -335,7 +336,12 @@ def test_missing_and_foreign_tensors_are_told(tmp_path: Path) -> None:
     [
         ("weight_scale", None, "there is no weight_scale"),
         ("weight", torch.zeros(96, 30, dtype=torch.uint8), "must be E4M3 of shape"),
+        ("weight_scale", torch.full((96, 4), -1.0).to(E4M3), "neither negative nor NaN"),
+        ("weight_scale", torch.full((96, 4), torch.nan).to(E4M3), "neither negative nor NaN"),
         ("weight_scale_2", torch.tensor(-1.0), "must be finite and not negative"),
+        ("weight_scale_2", torch.tensor(torch.nan), "must be finite and not negative"),
+        ("weight_scale_2", torch.tensor(torch.inf), "must be finite and not negative"),
+        ("weight_scale_2", torch.tensor(1.0).double(), "must be F32, got torch.float64"),
         ("weight_scale_2", torch.ones(3), "must be one value"),
     ],
 )
@@ -355,6 +361,41 @@ def test_damaged_weights(
         load(tmp_path)
     assert words in caplog.text
     assert "model.layers.0.mlp.up_proj" in caplog.text
+
+
+@pytest.mark.parametrize("number", ["99999999999", "9" * 400, "8", "03", "٣"])
+def test_experts_that_the_model_has_not(number: str, tmp_path: Path) -> None:
+    quantised("qwen3_moe").save_pretrained(tmp_path)
+    old, new = (f"model.layers.0.mlp.experts.{one}." for one in ("3", number))
+    rewritten(tmp_path, lambda one: {key.replace(old, new): part for key, part in one.items()})
+    words = (
+        rf"experts\.{number}\..* in the checkpoint is of none of the \d experts of model\.layers"
+    )
+    with pytest.raises(CheckpointError, match=words):
+        load(tmp_path)
+
+
+def test_a_matrix_of_an_expert_that_is_there_twice(tmp_path: Path) -> None:
+    """By the names of two kinds of models."""
+    quantised("qwen3_moe").save_pretrained(tmp_path)
+    old, new = (f"model.layers.0.mlp.experts.0.{one}." for one in ("down_proj", "w2"))
+    rewritten(
+        tmp_path,
+        lambda one: (
+            one | {key.replace(old, new): part.clone() for key, part in one.items() if old in key}
+        ),
+    )
+    with pytest.raises(CheckpointError, match="in the checkpoint is of the same matrix as"):
+        load(tmp_path)
+
+
+def test_an_expert_of_another_shape(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    quantised("qwen3_moe").save_pretrained(tmp_path)
+    name = "model.layers.0.mlp.experts.1.down_proj.weight"
+    rewritten(tmp_path, lambda one: one | {name: one[name][:-1].contiguous()})
+    with pytest.raises(RuntimeError, match="conversion"):
+        load(tmp_path)
+    assert "weight must be a matrix of U8 of shape" in caplog.text
 
 
 def test_other_formats_are_refused(tmp_path: Path) -> None:

@@ -231,6 +231,16 @@ def test_a_dense_weight_is_named(producer: str) -> None:
             parameter.weight_loader(parameter, dense, "q")
 
 
+@pytest.mark.parametrize("producer", PRODUCERS)
+def test_block_scales_of_another_dtype_are_named(producer: str) -> None:
+    """The loader would convert the bytes as if they were numbers."""
+    with rank():
+        parameter = qkv_layer(producer).weight_scale
+        given = torch.ones(HEADS * HEAD, HIDDEN // 16, dtype=torch.uint8)
+        with pytest.raises(CheckpointError, match=r"qkv_proj: the checkpoint has torch\.uint8 in"):
+            parameter.weight_loader(parameter, given, "q")
+
+
 def test_ids_follow_from_the_name_and_live_layers_do_not_share_them() -> None:
     def one(config: VllmConfig) -> Any:
         with rank(config=config):

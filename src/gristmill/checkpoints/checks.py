@@ -1,4 +1,4 @@
-"""What the files and the numbers of a checkpoint must be, on the way in and on the way out."""
+"""Checks of the files and the values of a checkpoint, for reading and for writing."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _short.maxstring = _short.maxother = 100
 
 
 def shown(value: Any) -> str:
-    """A value out of a file for a message, in some hundred characters at most."""
+    """A value from a file for a message, in a few hundred characters at most."""
     return _short.repr(value)
 
 
-def check_plain(path: Path) -> None:
-    """That a file is an ordinary one, or a link to one: to open a pipe might wait for ever."""
+def check_regular(path: Path) -> None:
+    """Check that `path` is a regular file or a link to one. Opening a pipe waits for its writer."""
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError) as problem:
         raise CheckpointError(f"{path} cannot be read: {problem}") from problem
     if not stat.S_ISREG(mode):
-        raise CheckpointError(f"{path} cannot be read: it is no plain file")
+        raise CheckpointError(f"{path} cannot be read: it is not a regular file")
 
 
 def check_block_scales(where: str, scales: torch.Tensor) -> None:
@@ -44,7 +44,7 @@ def check_block_scales(where: str, scales: torch.Tensor) -> None:
 
 
 def check_global_scales(where: str, scales: torch.Tensor) -> None:
-    """Of multipliers. Zero is that of a layer of zeros."""
+    """Check multipliers. Zero is valid: a layer of zeros may have it."""
     wrong = ~(scales.isfinite() & (scales >= 0))
     if not bool(wrong.any()):
         return
@@ -58,7 +58,7 @@ def check_global_scales(where: str, scales: torch.Tensor) -> None:
 def multiplier(where: str, scale: torch.Tensor, divides: bool) -> torch.Tensor:
     """A stored global scale, one value of fp32, as the factor that weights are multiplied by.
 
-    Zero is the factor of a layer of zeros; nothing is divided by it.
+    A factor of zero is valid: a layer of zeros may have it. A divisor must be above zero.
     """
     if scale.numel() != 1:
         raise CheckpointError(f"{where} must be one value, got shape {tuple(scale.shape)}")

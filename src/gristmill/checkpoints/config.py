@@ -1,4 +1,4 @@
-"""What a checkpoint says of its own quantization, in any of the three places it is said."""
+"""How a checkpoint describes its quantization, in any of the three places where it may."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ class QuantizationConfig:
         ignore: names and patterns of modules that were left alone.
         targets: names and patterns of those that were not; empty means every linear layer.
         kv_cache: ``"fp8"``, None, or the producer's own word for something else.
+        source: the file and the entry that say so, for errors.
     """
 
     producer: str
@@ -44,6 +45,7 @@ class QuantizationConfig:
     ignore: tuple[str, ...] = ()
     targets: tuple[str, ...] = ()
     kv_cache: str | None = None
+    source: str = field(default="quantization_config", repr=False, compare=False, kw_only=True)
     _ignored: Patterns = field(init=False, repr=False, compare=False)
     _targeted: Patterns = field(init=False, repr=False, compare=False)
     _all_linear: bool = field(init=False, repr=False, compare=False)
@@ -52,86 +54,92 @@ class QuantizationConfig:
         inner = self.producer == MODELOPT.producer
         # A word with a capital is the class of a layer, and all that matter here are "Linear".
         all_linear = not self.targets or any(name[:1].isupper() for name in self.targets)
-        object.__setattr__(self, "_ignored", Patterns("ignore", self.ignore, inner=inner))
-        object.__setattr__(self, "_targeted", Patterns("targets", self.targets, inner=inner))
+        key = "exclude_modules" if self.source.endswith(MODELOPT_FILE) else "ignore"
+        ignored = Patterns(f"{self.source}: {key}", self.ignore, inner=inner)
+        targeted = Patterns(f"{self.source}: targets", self.targets, inner=inner)
+        object.__setattr__(self, "_ignored", ignored)
+        object.__setattr__(self, "_targeted", targeted)
         object.__setattr__(self, "_all_linear", all_linear)
 
     @classmethod
-    def from_dict(cls, config: Mapping[str, Any]) -> QuantizationConfig:
-        """From the ``quantization_config`` of a config.json."""
-        where = "quantization_config"
+    def from_dict(
+        cls, config: Mapping[str, Any], source: str = "quantization_config"
+    ) -> QuantizationConfig:
+        """From the ``quantization_config`` of a config.json; `source` is for errors."""
         if "quantization" in config:
-            return cls.from_hf_quant_config(config)
+            return cls.from_hf_quant_config(config, f"{source} in the form of {MODELOPT_FILE}")
         named = config.get("quant_method")
         method = named.lower() if isinstance(named, str) else ""
         if method == COMPRESSED_TENSORS.producer:
-            return _compressed_tensors(config)
+            return _compressed_tensors(config, source)
         if not method.startswith(MODELOPT.producer):
             raise CheckpointError(
-                f"{where}: quant_method must be 'modelopt' or 'compressed-tensors', "
+                f"{source}: quant_method must be 'modelopt' or 'compressed-tensors', "
                 f"got {shown(named)}"
             )
-        activations = _algorithm(where, config.get("quant_algo")) == WITH_ACTIVATIONS
-        groups = _groups(where, config)
+        activations = _algorithm(source, config.get("quant_algo")) == WITH_ACTIVATIONS
+        groups = _groups(source, config)
         quantized = []
         for name, group in groups.items():
-            here = f"{where}: group {shown(name)}"
+            here = f"{source}: config_groups {shown(name)}"
             weights = _object(here, "weights", group.get("weights"))
             _check_group_size(here, weights.get("group_size"))
             _check_kind(here, {"num_bits": 4, "type": "float", **weights})
             quantized.append(_has_activations(here, group))
         if groups and not any(quantized):
             activations = False
-        _check_group_size(where, config.get("group_size"))
-        return _made(
-            where,
+        _check_group_size(source, config.get("group_size"))
+        return cls(
             producer=MODELOPT.producer,
             activations=activations,
-            ignore=_strings(where, "ignore", config.get("ignore")),
-            kv_cache=_kv_cache_of_scheme(where, config.get("kv_cache_scheme")),
+            ignore=_strings(source, "ignore", config.get("ignore")),
+            kv_cache=_kv_cache_of_scheme(source, config.get("kv_cache_scheme")),
+            source=source,
         )
 
     @classmethod
-    def from_hf_quant_config(cls, config: Mapping[str, Any]) -> QuantizationConfig:
-        """From what stands in ModelOpt's hf_quant_config.json."""
-        where = MODELOPT_FILE
+    def from_hf_quant_config(
+        cls, config: Mapping[str, Any], source: str = MODELOPT_FILE
+    ) -> QuantizationConfig:
+        """From the content of ModelOpt's hf_quant_config.json; `source` is for errors."""
         quantization = config.get("quantization")
         if not isinstance(quantization, Mapping):
             raise CheckpointError(
-                f"{where}: there is no 'quantization' in it, got {shown(list(config))}"
+                f"{source}: there is no 'quantization' in it, got {shown(list(config))}"
             )
-        algorithm = _algorithm(where, quantization.get("quant_algo"))
-        _check_group_size(where, quantization.get("group_size"))
+        algorithm = _algorithm(source, quantization.get("quant_algo"))
+        _check_group_size(source, quantization.get("group_size"))
         kv_cache = quantization.get("kv_cache_quant_algo") or None
         if kv_cache is not None and not isinstance(kv_cache, str):
             raise CheckpointError(
-                f"{where}: kv_cache_quant_algo must be a string, got {shown(kv_cache)}"
+                f"{source}: kv_cache_quant_algo must be a string, got {shown(kv_cache)}"
             )
-        return _made(
-            where,
+        return cls(
             producer=MODELOPT.producer,
             activations=algorithm == WITH_ACTIVATIONS,
-            ignore=_strings(where, "exclude_modules", quantization.get("exclude_modules")),
+            ignore=_strings(source, "exclude_modules", quantization.get("exclude_modules")),
             kv_cache=None if kv_cache is None else kv_cache.lower(),
+            source=source,
         )
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str]) -> QuantizationConfig | None:
-        """From config.json, else from hf_quant_config.json; None where neither speaks of it.
+        """From config.json, else from hf_quant_config.json; None if neither describes it.
 
         In a config.json of several models, that of the text model counts.
         """
-        folder = Path(folder)
-        path = folder / CONFIG_FILE
-        content = read_json(path)
-        config = content.get("quantization_config")
-        if config is None:
-            text = _object(str(path), "text_config", content.get("text_config"))
-            config = text.get("quantization_config")
-        if config is not None:
-            return _told(path, cls.from_dict, config)
-        config = read_json(folder / MODELOPT_FILE)
-        return _told(folder / MODELOPT_FILE, cls.from_hf_quant_config, config) if config else None
+        key, path = "quantization_config", Path(folder) / CONFIG_FILE
+        source = str(path)
+        content: Mapping[str, Any] = read_json(path)
+        if content.get(key) is None:
+            content = _object(source, "text_config", content.get("text_config"))
+            source = f"{source}: text_config"
+        if content.get(key) is not None:
+            found = _object(source, key, content[key])
+            return cls.from_dict(found, f"{source}: {key}")
+        path = Path(folder) / MODELOPT_FILE
+        config = read_json(path)
+        return cls.from_hf_quant_config(config, str(path)) if config else None
 
     def is_ignored(self, module: str, fused: Mapping[str, Sequence[str]] = FUSED) -> bool:
         """Whether a module was left as it was.
@@ -139,7 +147,7 @@ class QuantizationConfig:
         `fused` names the modules that are stored as several; those must all be ignored, or none.
 
         Patterns are names, wildcards, or regular expressions after ``re:``. In a list of ModelOpt a
-        name also speaks for what lies below it, and may be some inner part of the whole name, as
+        name also matches the modules below it, and may be an inner part of a module's name, as
         older exports wrote it.
         """
         if self._ignored.match(module):
@@ -155,21 +163,10 @@ class QuantizationConfig:
         return bool(left)
 
     def _is_left(self, module: str) -> bool:
-        return self._ignored.match(module) or not (
-            self._all_linear or self._targeted.match(module)
-        )
+        return self._ignored.match(module) or not (self._all_linear or self._targeted.match(module))
 
 
-def _made(where: str, **fields: Any) -> QuantizationConfig:
-    """A config; an error in its patterns with where they stand."""
-    try:
-        return QuantizationConfig(**fields)
-    except CheckpointError as problem:
-        raise CheckpointError(f"{where}: {problem}") from problem
-
-
-def _compressed_tensors(config: Mapping[str, Any]) -> QuantizationConfig:
-    where = "quantization_config"
+def _compressed_tensors(config: Mapping[str, Any], where: str) -> QuantizationConfig:
     groups = _groups(where, config)
     if not groups:
         raise CheckpointError(f"{where}: there are no config_groups")
@@ -178,7 +175,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> QuantizationConfig:
     activations = False
     targets: list[str] = []
     for name, group in groups.items():
-        here = f"{where}: group {shown(name)}"
+        here = f"{where}: config_groups {shown(name)}"
         stored_as = group.get("format") or config.get("format")
         if stored_as not in (None, PACKED_FORMAT):
             raise CheckpointError(
@@ -189,16 +186,18 @@ def _compressed_tensors(config: Mapping[str, Any]) -> QuantizationConfig:
         _check_group_size(here, weights.get("group_size"))
         for key, right in (("strategy", "tensor_group"), ("symmetric", True)):
             if weights.get(key, right) != right:
-                raise CheckpointError(f"{here} has {key} {shown(weights[key])}; NVFP4 has {right!r}")
+                raise CheckpointError(
+                    f"{here} has {key} {shown(weights[key])}; NVFP4 has {right!r}"
+                )
         activations |= _has_activations(here, group)
         targets += _strings(here, "targets", group.get("targets"))
-    return _made(
-        where,
+    return QuantizationConfig(
         producer=COMPRESSED_TENSORS.producer,
         activations=activations,
         ignore=_strings(where, "ignore", config.get("ignore")),
         targets=tuple(targets),
         kv_cache=_kv_cache_of_scheme(where, config.get("kv_cache_scheme")),
+        source=where,
     )
 
 
@@ -271,21 +270,10 @@ def _kv_cache_of_scheme(where: str, given: Any) -> str | None:
     return "fp8" if (kind, bits) == ("float", 8) else f"{kind}{bits}"
 
 
-def _told(path: Path, parse: Any, config: Any) -> QuantizationConfig:
-    """An error of `parse`, with the file it is about."""
-    try:
-        if not isinstance(config, Mapping):
-            raise CheckpointError(f"expected an object, got {shown(config)}")
-        parsed: QuantizationConfig = parse(config)
-    except CheckpointError as problem:
-        raise CheckpointError(f"{path}: {problem}") from problem
-    return parsed
-
-
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; empty where there is no such file.
+    """The object in a file; empty if there is no such file.
 
-    NaN and Infinity are taken: configs of published models have them.
+    NaN and Infinity are accepted: configs of published models have them.
     """
     try:
         text = read_plain(path, MOST_JSON).decode("utf-8")
@@ -306,7 +294,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _integer(digits: str) -> int:
-    # Python takes the square of their number, and versions differ in what is too much.
+    # The time Python takes grows with the square of their number; its own limit differs by version.
     if len(digits) > _MOST_DIGITS:
         raise ValueError(f"a number has {len(digits)} digits, more than {_MOST_DIGITS}")
     return int(digits)

@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint: which tensor lies where, and reading without a copy."""
+"""The safetensors files of a checkpoint: which tensor is in which, and reading without a copy."""
 
 from __future__ import annotations
 
@@ -7,21 +7,25 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gristmill.checkpoints.checks import check_plain, shown
+from gristmill.checkpoints.checks import check_regular, shown
 from gristmill.checkpoints.config import read_json
 from gristmill.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-MOST_CHARACTERS = 1000  # of a tensor's name
+MAX_CHARACTERS = 1000  # of a tensor's name
+_MAX_DIMS = 64  # torch's own limit
+_MAX_ALIKE = 1000  # names that are compared for a suggestion
+_MAX_MESSAGE = 300  # characters of a message of safetensors, which quotes values from the file
 
-# What an index may list: files beside it, whatever the system.
+# What an index may list: files in its own folder, on every system.
 _BESIDE = re.compile(r"[^/\\:\0]+\.safetensors")
 _SHARD = re.compile(r"(.*)-[0-9]{5}-of-([0-9]{5})\.safetensors", re.DOTALL)
 
@@ -31,7 +35,7 @@ _CLOSE_AFTER = 32 << 20
 
 
 class Files:
-    """Where each tensor of a checkpoint lies.
+    """Which file has which tensor of a checkpoint.
 
     Args:
         path: a folder with ``model.safetensors.index.json`` and what it lists, or else with
@@ -84,7 +88,10 @@ class Reader:
         """The dtype, as safetensors writes it, and the shape of a tensor; its data is not read."""
         with _named(self.files.file_of(name), name):
             part = self._open(name).get_slice(name)
-            return str(part.get_dtype()), tuple(part.get_shape())
+            dtype, shape = str(part.get_dtype()), tuple(part.get_shape())
+        if len(shape) > _MAX_DIMS:
+            raise CheckpointError(f"{self.files.at(name)} has {len(shape)} dims")
+        return dtype, shape
 
     def view(self, name: str) -> torch.Tensor:
         """A tensor in the memory of the open file: to be copied before the next is asked for."""
@@ -94,7 +101,7 @@ class Reader:
         return tensor
 
     def metadata(self, name: str) -> dict[str, str]:
-        """What the file of a tensor says of itself."""
+        """The metadata of the file that has a tensor."""
         with _named(self.files.file_of(name), name):
             return dict(self._open(name).metadata() or {})
 
@@ -114,37 +121,40 @@ class Reader:
 def _open(path: Path) -> Any:
     from safetensors import safe_open
 
-    check_plain(path)
+    check_regular(path)
     handle: Any = safe_open(path, framework="pt", device="cpu")
     return handle.__enter__()
 
 
 @contextmanager
 def _named(path: Path, name: str = "") -> Iterator[None]:
-    """Errors of safetensors, and of torch about what a header says, as ours: with the file's name,
-    and the tensor's."""
+    """Re-raise errors of safetensors, and of torch about a header's values, as CheckpointError with
+    the names of the file and the tensor.
+    """
     try:
         yield
     except CheckpointError:
         raise
     except Exception as problem:
         tensor = f"{name}: " if name else ""
-        # torch adds where in its own code it was.
+        # The first line: torch adds a stack trace.
         said = (str(problem).splitlines() or [type(problem).__name__])[0]
-        raise CheckpointError(f"{path} cannot be read: {tensor}{said}") from problem
+        raise CheckpointError(f"{path} cannot be read: {tensor}{said[:_MAX_MESSAGE]}") from problem
 
 
 def _alike(name: str, names: Iterable[str]) -> list[str]:
-    """The names with as many parts of which all but one are the same: to compare those of a large
-    model letter by letter would take a minute."""
+    """Some of the names that differ from `name` in one part only. Comparing all names of a large
+    model by letters would take a minute.
+    """
     parts = name.split(".")
     split = ((other, other.split(".")) for other in names)
-    return [
+    alike = (
         other
         for other, others in split
         if len(others) == len(parts)
         and sum(one != two for one, two in zip(others, parts, strict=True)) < 2
-    ]
+    )
+    return list(islice(alike, _MAX_ALIKE))
 
 
 def names_in(path: Path) -> list[str]:
@@ -159,9 +169,9 @@ def names_in(path: Path) -> list[str]:
 
 def _check_names(path: Path, names: Iterable[str]) -> None:
     for name in names:
-        if len(name) > MOST_CHARACTERS:
+        if len(name) > MAX_CHARACTERS:
             raise CheckpointError(
-                f"{path}: the name of a tensor may have {MOST_CHARACTERS} characters, "
+                f"{path}: the name of a tensor may have {MAX_CHARACTERS} characters, "
                 f"{shown(name)} has {len(name)}"
             )
 
@@ -181,12 +191,9 @@ def _listed(index: Path) -> dict[str, Path]:
     _check_names(index, weights)
     missing = sorted(file for file, path in paths.items() if not os.path.lexists(path))
     if missing:
-        more = ", ..." if len(missing) > 10 else ""
-        raise CheckpointError(
-            f"{index} lists files that are not there: {', '.join(missing[:10])}{more}"
-        )
+        raise CheckpointError(f"{index} lists files that are not there: {shown(missing)}")
     for path in paths.values():
-        check_plain(path)
+        check_regular(path)
     return {name: paths[file] for name, file in weights.items()}
 
 
@@ -209,8 +216,7 @@ def _found(path: Path) -> dict[str, Path]:
 
 
 def _check_whole(folder: Path, paths: list[Path]) -> None:
-    """That of a checkpoint in numbered parts all are there, where no index tells: what a writer that
-    was killed has left is none."""
+    """Check that numbered files without an index are complete: a writer may have been killed."""
     there: dict[tuple[str, str], int] = {}
     for found in filter(None, (_SHARD.fullmatch(path.name) for path in paths)):
         there[found[1], found[2]] = there.get((found[1], found[2]), 0) + 1

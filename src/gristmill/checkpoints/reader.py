@@ -162,7 +162,7 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self.path}: there are no experts {prefix}.0, {prefix}.1, ...{self._why(prefix)}"
             )
-        # As words: a number in a name may be of any size.
+        # As strings: a number in a name may have any number of digits.
         missing = [number for number in range(len(numbers)) if str(number) not in numbers]
         if missing:
             beyond = sorted(numbers - set(map(str, range(len(numbers)))))
@@ -220,7 +220,7 @@ class Checkpoint:
                     f"expert {shape}"
                 )
             stack.append(layers)
-        # Memory is taken for what the files have been seen to hold.
+        # All headers are checked before memory is allocated.
         rows, columns = found
         codes, scales = _empty((len(stack), rows), columns, device)
         row_scale = _empty_scale(len(stack), rows)

@@ -48,10 +48,10 @@ def save_modelopt(
 ) -> None:
     """Write a checkpoint: safetensors files, config.json and hf_quant_config.json.
 
-    Everything is written elsewhere in the folder first and put in place at the end, so an error
-    leaves a checkpoint that was there as it was. Files of such a one that the new one has no use
-    for are removed. A link in the place of a file is replaced, not followed. A process that is
-    killed while it puts files in place leaves no folder that reads as a checkpoint of both.
+    Everything is written to a temporary folder ``.saving-...`` inside `folder` first, so an error
+    leaves a checkpoint that was there unchanged. At the end the files of the old checkpoint are
+    removed and the new ones moved in: if the process is killed meanwhile, files are missing, and
+    the folder cannot be read as a checkpoint. Links are replaced, not followed.
 
     Args:
         folder: made if it is not there.
@@ -103,7 +103,7 @@ def _by_module(shards: Mapping[str, Mapping[str, int]]) -> dict[str, Mapping[str
     for name, parts in shards.items():
         module = name.removesuffix(f".{MODELOPT.codes}")
         if module in found:
-            raise CheckpointError(f"save_modelopt: shards speaks of {module} twice")
+            raise CheckpointError(f"save_modelopt: shards names {module} twice")
         found[module] = parts
     return found
 
@@ -130,7 +130,8 @@ def _layers(
             )
     if unused:
         raise CheckpointError(
-            f"save_modelopt: shards speaks of what is no NVFP4 weight: {', '.join(sorted(unused))}"
+            f"save_modelopt: shards names modules that are not NVFP4 weights: "
+            f"{', '.join(sorted(unused))}"
         )
 
 
@@ -240,7 +241,7 @@ def _owned(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _replacing(folder: Path) -> Iterator[Path]:
-    """A folder inside, whose files take the place of the old ones at the end."""
+    """A temporary folder in `folder`, whose files replace those of a checkpoint at the end."""
     with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as place:
         yield Path(place)
         written = sorted(path.name for path in Path(place).iterdir())
@@ -248,14 +249,11 @@ def _replacing(folder: Path) -> Iterator[Path]:
         old = [INDEX_FILE, *sorted(there)]
         for name in (*written, *old):
             if (folder / name).is_dir():
-                raise CheckpointError(
-                    f"save_modelopt: {folder / name} is a folder, and would have to be a file"
-                )
-        # Nothing of the old tensors is left when the first of the new ones comes, but for a single
-        # file that is replaced at once. The index comes last, when what it lists is there.
+                raise CheckpointError(f"save_modelopt: {folder / name} is a folder, not a file")
+        # The old tensors go before the first new file comes, the index first. The new index comes
+        # after the files that it lists.
         for name in old:
-            if name != SINGLE_FILE or name not in written:
-                (folder / name).unlink(missing_ok=True)
+            (folder / name).unlink(missing_ok=True)
         for name in sorted(written, key=lambda name: name == INDEX_FILE):
             os.replace(Path(place) / name, folder / name)
 

@@ -72,8 +72,8 @@ class ParallelNVFP4Linear(NVFP4Linear):
         found = places.moved(y, _counted(self.share.outputs, y.dim()))
         return found.to_local() if self.share.use_local_output else found
 
-    def _adapt(self, state_dict: dict[str, Any], prefix: str, error_msgs: list[str]) -> None:
-        """A state dict of the whole layer, too: of each tensor this rank's part."""
+    def _adapt(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Also takes a state dict of the whole layer: this rank's part of each tensor."""
         units = {"weight": 2, "weight_scale": BLOCK} if self.share.dim else {}
         names = (
             ("weight", "weight_scale") if units else ("weight", "weight_scale", "weight_scale_2")
@@ -85,7 +85,7 @@ class ParallelNVFP4Linear(NVFP4Linear):
         found, bias = state_dict.get(f"{prefix}bias"), _dtensor(self.bias)
         if isinstance(found, torch.Tensor) and bias is not None:
             state_dict[f"{prefix}bias"] = self._part_of_bias(found, bias)
-        super()._adapt(state_dict, prefix, error_msgs)
+        super()._adapt(state_dict, prefix)
 
     def _part(self, found: torch.Tensor, unit: int) -> torch.Tensor:
         """Of a tensor that has one entry for so many rows or columns; one that is a part stays."""
@@ -105,7 +105,7 @@ class ParallelNVFP4Linear(NVFP4Linear):
             return distribute_tensor(found, mesh, placements, src_data_rank=None)
         if found.shape == bias.to_local().shape:
             return places.wrapped(found, mesh, placements, bias.shape)
-        return found  # torch says what is wrong
+        return found  # `_problem` says what is wrong
 
 
 class _ColumnParallel(ParallelNVFP4Linear):

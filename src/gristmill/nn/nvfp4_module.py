@@ -7,8 +7,8 @@ Which hook does what:
   On its way between devices it is unpacked before it leaves one and packed when it has come to the
   other, so that a GPU does either.
 - `_save_to_state_dict` unpacks into new tensors; `_load_from_state_dict` shows torch such tensors
-  in the buffers' places, then packs them into the memory that the buffers had all along. First it
-  looks at all that a state dict has for the module: of what does not fit nothing is loaded.
+  in the buffers' places, then packs them into the memory that the buffers had all along. Before
+  that it checks everything that the state dict has for the module, and loads all of it or nothing.
 - A pickle, and a deep copy, has the buffers as they are; `__setstate__` lays them out anew where
   they have come to another kind of device.
 
@@ -57,7 +57,7 @@ class NVFP4Module(torch.nn.Module):
 
     _prefixes: ClassVar[tuple[str, ...]] = ("",)
     _paired: ClassVar[tuple[str, ...]] = ()  # those of weights that are gate before up
-    _is_strict = False  # while `load_state_dict` is called on this very module, its `strict`
+    _is_strict = False  # the argument of `load_state_dict` while that runs on this module
 
     def _shape(self, prefix: str) -> tuple[int, ...]:
         """Of the weight."""
@@ -177,19 +177,26 @@ class NVFP4Module(torch.nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """As of every module, but all or nothing.
+        """As :meth:`torch.nn.Module.load_state_dict`, but this module loads all or nothing.
 
-        What has a wrong shape or dtype, a block scale below zero or NaN, or a global scale that is
-        not finite or below zero, is an error, and so is, where `strict`, what is missing or
-        unexpected: then this module keeps all that it had. Of a larger model each such module is
-        loaded wholly or left as it was for itself; torch does not tell it whether keys may be
-        missing, so there it takes what is left of them before torch raises its error.
+        It is an error, and the module keeps its values, if a tensor has a wrong shape or dtype, if
+        a block scale is negative or NaN, if a global scale is negative or not finite, or if a key
+        is missing or unexpected and `strict` is set. Scales on a GPU are not checked, since that
+        would synchronize with it.
+
+        As part of a larger module, each such module loads all that the state dict has for it or
+        nothing. There torch does not pass `strict` on: if keys are missing, the others are loaded
+        before torch raises its error.
         """
         self.__dict__["_is_strict"] = strict
         try:
-            return super().load_state_dict(state_dict, strict, assign)
+            keys = super().load_state_dict(state_dict, strict, assign)
+            if strict and not self._is_strict:
+                # Rejected, but a hook has cleared the missing and unexpected keys: load the others.
+                keys = super().load_state_dict(state_dict, strict, assign)
+            return keys
         finally:
-            del self.__dict__["_is_strict"]
+            self.__dict__.pop("_is_strict", None)
 
     def _load_from_state_dict(
         self,
@@ -204,18 +211,19 @@ class NVFP4Module(torch.nn.Module):
         """Also takes one global scale for all rows, block scales as bytes, and leaves the scales of
         activations out. Any other dtype is an error: torch would convert numbers that are codes.
         """
+        assign = local_metadata.get("assign_to_params_buffers", False)
         packed: dict[str, PackedNVFP4] = {}
-        refused: list[str] = []
+        rejected: list[str] = []
 
         def adapt(found: dict[str, Any], *others: Any) -> None:
             self._adapt(found, prefix)
-            assign = local_metadata.get("assign_to_params_buffers", False)
             problems = self._problems(found, prefix, assign)
             error_msgs.extend(problems)
             if problems or (self._is_strict and not self._has_all(found, prefix)):
-                # Torch goes on, and finds nothing to load.
-                refused.extend(key for key in self._local_state(prefix) if key in found)
-                for key in refused:
+                # Without these keys torch goes on to its error and loads nothing.
+                self.__dict__["_is_strict"] = False
+                rejected.extend(key for key in self._own(prefix) if key in found)
+                for key in rejected:
                     del found[key]
                 return
             for which in self._prefixes:
@@ -239,13 +247,11 @@ class NVFP4Module(torch.nn.Module):
             )
         finally:
             adapting.remove()
-            missing_keys[:] = [key for key in missing_keys if key not in refused]
-            if refused:
-                pass
-            elif local_metadata.get("assign_to_params_buffers", False):
+            missing_keys[:] = [key for key in missing_keys if key not in rejected]
+            if assign and not rejected:
                 for which in self._prefixes:
                     self._settle(which)
-            else:
+            elif not assign:
                 for which, old in packed.items():
                     new = _in_layout(self._held(which), old.layout, in_place=True)
                     self._put(which, old)
@@ -278,8 +284,8 @@ class NVFP4Module(torch.nn.Module):
                 kinds[which + name] = torch.Size((*lines, *parts)), dtype
         return kinds
 
-    def _local_state(self, prefix: str) -> dict[str, torch.Tensor]:
-        """What a state dict has of this module, by the keys there."""
+    def _own(self, prefix: str) -> dict[str, torch.Tensor]:
+        """The parameters and buffers of this module by their keys in a state dict."""
         parts = {**self._parameters, **self._buffers}
         left = self._non_persistent_buffers_set
         return {
@@ -289,23 +295,21 @@ class NVFP4Module(torch.nn.Module):
         }
 
     def _has_all(self, state_dict: dict[str, Any], prefix: str) -> bool:
-        """Whether torch will find nothing that is missing or unexpected."""
-        own = self._local_state(prefix)
+        """Whether torch will find no key of this module missing or unexpected."""
+        own = self._own(prefix)
         below = tuple(f"{prefix}{name}." for name in self._modules)
         others = {key for key in state_dict if key.startswith(prefix) and key not in own}
         return own.keys() <= state_dict.keys() and all(key.startswith(below) for key in others)
 
     def _problems(self, state_dict: dict[str, Any], prefix: str, assign: bool) -> list[str]:
-        """Why what is to be loaded cannot be, before any of it is."""
+        """Why what a state dict has for this module cannot be loaded."""
         kinds = self._kinds()
-        problems = []
-        for key, held in self._local_state(prefix).items():
-            if key in state_dict:
-                name = key.removeprefix(prefix)
-                kind = kinds.get(name, (held.shape, None))
-                problem = _problem(key, state_dict[key], kind, held.is_meta or assign)
-                problems += [] if problem is None else [problem]
-        return problems
+        problems = (
+            _problem(key, state_dict[key], held, kinds.get(key.removeprefix(prefix)), assign)
+            for key, held in self._own(prefix).items()
+            if key in state_dict
+        )
+        return [problem for problem in problems if problem is not None]
 
 
 def layout_by(codes: torch.Tensor, scales: torch.Tensor, dims: int) -> str:
@@ -373,36 +377,37 @@ def _are_plain(*tensors: torch.Tensor) -> bool:
 
 
 def _problem(
-    key: str, found: Any, kind: tuple[torch.Size, torch.dtype | None], takes_meta: bool
+    key: str,
+    found: Any,
+    held: torch.Tensor,
+    kind: tuple[torch.Size, torch.dtype] | None,
+    assign: bool,
 ) -> str | None:
-    """Why a tensor cannot be loaded: one of a weight, or a bias, which has no certain dtype."""
-    shape, dtype = kind
+    """Why `found` cannot be loaded. `kind` is that of a part of a weight, None for a bias."""
+    from gristmill.checkpoints.checks import check_block_scales, check_global_scales
+
     if not isinstance(found, torch.Tensor):
         return f"{key} must be a tensor, got {type(found).__name__}"
     if found.layout != torch.strided or found.is_nested:
         return f"{key} must be a dense tensor, got layout {found.layout}"
+    shape = held.shape if kind is None else kind[0]
     if found.shape != shape:
         return (
             f"size mismatch for {key}: copying a param with shape {found.shape} from checkpoint, "
             f"the shape in current model is {shape}."
         )
-    if dtype is not None and found.dtype != dtype:
-        return f"{key} must have dtype {dtype}, got {found.dtype}"
-    if dtype is None and not found.is_floating_point():
+    if kind is not None and found.dtype != kind[1]:
+        return f"{key} must have dtype {kind[1]}, got {found.dtype}"
+    if kind is None and held.is_floating_point() and not found.is_floating_point():
         return f"{key} must have a floating-point dtype, got {found.dtype}"
-    if found.is_meta and not takes_meta:
+    if not assign and hasattr(found, "device_mesh") != hasattr(held, "device_mesh"):
+        return f"{key} must be a {type(held).__name__}, got a {type(found).__name__}"
+    if found.is_meta and not (held.is_meta or assign):
         return f"{key} is on the meta device: there are no values to load"
-    return _problem_of_values(key, found)
-
-
-def _problem_of_values(key: str, found: torch.Tensor) -> str | None:
-    """What is wrong with scales, where there are values to look at."""
-    from gristmill.checkpoints.checks import check_block_scales, check_global_scales
-
-    if not packing.is_real(found):
+    if kind is None or found.device.type != "cpu" or not packing.is_real(found):
         return None
     try:
-        if found.dtype == E4M3:
+        if kind[1] == E4M3:
             check_block_scales(key, found)
         elif key.endswith("weight_scale_2"):
             check_global_scales(key, found)

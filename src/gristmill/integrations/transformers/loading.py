@@ -75,7 +75,7 @@ class Targets:
             for name, layout in self.modules.items()
             if layout is not None
         }
-        # For each matrix of experts, what its tensors are called but for the expert's number.
+        # For each matrix of experts, the names of its tensors without the expert's number.
         self._called: dict[tuple[str, int], tuple[str, str]] = {}
         self._waiting: dict[str, dict[str, NVFP4Tensor | torch.Tensor]] = {}
 
@@ -87,9 +87,9 @@ class Targets:
         return None
 
     def check_expert(self, key: str, name: str, number: str, called: tuple[str, str]) -> None:
-        """That a tensor is of one of the model's experts, and that no other can be the same."""
+        """Check that a tensor is of one of the model's experts, and that no other name means it."""
         count = self._counts[name]
-        # As Python writes it, so that no two names are of one expert.
+        # In Python's form: "01" and "1" would be the same expert.
         if len(number) > 9 or str(int(number)) != number or int(number) >= count:
             raise CheckpointError(
                 f"from_pretrained: {key} in the checkpoint is of none of the {count} experts of "
@@ -289,7 +289,7 @@ def _biases(
     matrix: str,
     shape: torch.Size,
 ) -> torch.Tensor:
-    """Those of one matrix of every expert."""
+    """The biases of one matrix of all experts, stacked."""
     tensors = found.get(f"{matrix}bias", [])
     for one in tensors:
         if one.shape != shape[1:] or not one.is_floating_point():

@@ -171,7 +171,7 @@ class Nvfp4HfQuantizer(HfQuantizer):  # type: ignore[misc]
     def _give_dtypes(self, model: Any) -> None:
         """Older versions leave what they rename in the dtype of the checkpoint."""
         plan = model._get_dtype_plan(model.dtype) if hasattr(model, "_get_dtype_plan") else {}
-        # Of the model's class, no checkpoint has a say in it.
+        # The plan comes from the model's class, not from the checkpoint.
         patterns = [re.compile(one.replace("*", ".*")) for one in plan]
         for name, weight in model.named_parameters():
             wanted = self._dtypes.get(name, weight.dtype)

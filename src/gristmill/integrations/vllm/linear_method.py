@@ -17,12 +17,12 @@ from gristmill.integrations.vllm.weights import (
     HELD,
     NAMES,
     check_columns,
+    checked_loader,
     empty_global_scales,
     empty_weight,
     input_scales,
     install,
     is_loaded,
-    loading_codes,
     take,
 )
 from gristmill.runners import Nvfp4LinearRunner
@@ -64,7 +64,7 @@ class GristmillNvfp4LinearMethod(compat.LinearMethodBase):  # type: ignore[misc]
                 data=data,
                 input_dim=1,
                 output_dim=0,
-                weight_loader=loading_codes(self.prefix, loader) if data is codes else loader,
+                weight_loader=checked_loader(self.prefix, loader, data.dtype),
             )
             layer.register_parameter(name, parameter)
         layer.register_parameter(

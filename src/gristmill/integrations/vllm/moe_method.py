@@ -19,12 +19,12 @@ from gristmill.integrations.vllm.weights import (
     HELD,
     NAMES,
     check_columns,
+    checked_loader,
     empty_global_scales,
     empty_weight,
     input_scales,
     install,
     is_loaded,
-    loading_codes,
     take,
 )
 from gristmill.runners import Nvfp4MoeRunner
@@ -84,9 +84,9 @@ class GristmillNvfp4MoeMethod(compat.FusedMoEMethodBase):  # type: ignore[misc]
             ("w2_", hidden_size, inner, ()),
         ):
             codes, scales = empty_weight(num_experts, rows, columns)
-            codes_loader = loading_codes(self.prefix, loader)
-            _register(layer, stack + self.names.codes, codes, codes_loader)
-            _register(layer, stack + self.names.scales, scales, loader, BLOCKS)
+            checked = [checked_loader(self.prefix, loader, part.dtype) for part in (codes, scales)]
+            _register(layer, stack + self.names.codes, codes, checked[0])
+            _register(layer, stack + self.names.scales, scales, checked[1], BLOCKS)
             data = empty_global_scales(num_experts, *scales_of_each)
             _register(layer, stack + self.names.global_scale, data, loader, TENSOR)
             layer.register_parameter(stack + self.names.input_scale, input_scales())

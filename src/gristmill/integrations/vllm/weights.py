@@ -71,17 +71,23 @@ def _drop(param: Parameter, loaded_weight: torch.Tensor, *others: Any, **named: 
     return True
 
 
-def loading_codes(prefix: str, loader: Any) -> Any:
-    """`loader`, for codes: says which layer it is when a checkpoint has a dense weight instead."""
+def checked_loader(prefix: str, loader: Any, dtype: torch.dtype) -> Any:
+    """`loader` for codes or block scales of `dtype`. Other dtypes are an error: the loader would
+    convert numbers that are codes.
+    """
     if loader is None:
         return None
 
     @functools.wraps(loader)
     def load(param: Parameter, loaded_weight: torch.Tensor, *others: Any, **named: Any) -> Any:
-        if loaded_weight.is_floating_point():
+        if dtype == torch.uint8 and loaded_weight.is_floating_point():
             raise CheckpointError(
                 f"{prefix}: the checkpoint has a weight of {loaded_weight.dtype} in the place of "
                 f"packed NVFP4: its quantization config must name the layer among the ignored ones"
+            )
+        if loaded_weight.dtype != dtype:
+            raise CheckpointError(
+                f"{prefix}: the checkpoint has {loaded_weight.dtype} in the place of {dtype}"
             )
         return loader(param, loaded_weight, *others, **named)
 
@@ -89,7 +95,7 @@ def loading_codes(prefix: str, loader: Any) -> Any:
 
 
 def is_loaded(layer: Any, names: Names, stack: str = "") -> bool:
-    """Whether there is something to process: `install` takes away what shows it."""
+    """Whether there is something to process: `install` removes the global scales."""
     return hasattr(layer, stack + names.global_scale)
 
 
@@ -98,7 +104,7 @@ def take(
 ) -> NVFP4Tensor:
     """The weight that was loaded, checked, with a global scale for each row.
 
-    The layer stays as it is: where another of its weights is refused, it can be loaded again.
+    The layer is not changed: if another of its weights is rejected, it can be loaded again.
 
     Args:
         prefix: the layer's name, for errors.
@@ -158,7 +164,7 @@ def install(
 
     A layer that has a runner already is being loaded again: the new values go into the tensors of
     that runner, whose addresses captured CUDA graphs have and whose id compiled graphs have. The
-    loaded global scales are taken off the layer, for each row has one now.
+    loaded global scales are removed from the layer: each row has its own now.
 
     Args:
         weights: by what the names of their tensors begin with, in the order `make` takes them.
