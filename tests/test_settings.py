@@ -193,14 +193,51 @@ def test_an_unknown_name_does_not_hide_a_mistake(environment, caplog) -> None:
         reload_settings()
 
 
-def test_other_names_are_nobodys_business(environment, caplog) -> None:
+@pytest.mark.parametrize("name", ["GRISTMILLS_JIT", "GRISTMILL", "gristmill_jit", "gristmill_port"])
+def test_names_without_the_prefix_are_not_looked_at(environment, caplog, name: str) -> None:
     forget_warnings()
-    environment.setenv("GRISTMILLS_JIT", "on")
-    reload_settings()
+    environment.setenv(name, "nonsense")
+    assert reload_settings().jit is True
     assert caplog.messages == []
 
 
-def test_the_level_holds_for_the_warning_too(environment) -> None:
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("GRISTMILL_\x1b[31mJIT\n\t", r"GRISTMILL_\x1b[31mJIT\n\t is not a setting"),
+        ("GRISTMILL_\udcff", r"GRISTMILL_\udcff is not a setting"),
+        ("GRISTMILL_" + "A" * 5000, "A ... is not a setting"),
+    ],
+)
+def test_a_name_is_shown_in_one_line(environment, caplog, name: str, shown: str) -> None:
+    forget_warnings()
+    environment.setenv(name, "on")
+    reload_settings()
+    (message,) = caplog.messages
+    assert shown in message
+    assert message.isprintable()
+    assert len(message) < 300
+
+
+def test_many_unknown_names_do_not_fill_a_log(environment, caplog) -> None:
+    forget_warnings()
+    for number in range(100):
+        environment.setenv(f"GRISTMILL_X{number}", "on")
+    reload_settings()
+    assert len(caplog.messages) == 16
+
+
+def test_values_that_are_not_utf_8(environment) -> None:
+    environment.setenv("GRISTMILL_CACHE_DIR", "/somewhere/\udcff")
+    environment.setenv("GRISTMILL_PORT", "\udcff")
+    assert reload_settings().cache_dir == Path("/somewhere/\udcff")
+    assert path_variables()["GRISTMILL_CACHE_DIR"] == "/somewhere/\udcff"
+    environment.setenv("GRISTMILL_JIT", "\udcff")
+    with pytest.raises(SettingsError, match=r"GRISTMILL_JIT='\\udcff' is not allowed"):
+        reload_settings()
+
+
+def test_the_level_holds_for_the_warning(environment) -> None:
     """One process: the warning is the first line that the logger gets."""
     code = "from gristmill.settings import settings; settings(); print(settings().log)"
     said = {}

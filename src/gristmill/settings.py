@@ -1,9 +1,9 @@
 """Every environment variable gristmill reads: its name, its values, its default, what it does.
 
-Nothing else in the library looks at the environment. It is parsed once, at the first use of
+Nothing else in the library reads the environment. It is parsed once, at the first use of
 `settings()`, never at import, so a value that is not allowed is an error of the first call that
-needs it and not of `import gristmill`. A name that is not known is only warned of: a cluster sets
-names that nobody in the program has chosen.
+needs it and not of `import gristmill`. An unknown name is a warning and not an error, because
+others may set it, as a cluster does.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pathlib import Path
 from types import MappingProxyType
 
 from gristmill.errors import SettingsError
-from gristmill.log import warn_once
+from gristmill.log import one_line, warn_once
 from gristmill.names import meant
 
 PREFIX = "GRISTMILL_"
-# What Kubernetes puts into every container of a namespace that has a service called gristmill, or
+# Kubernetes sets these in every container of a namespace with a service called gristmill, or
 # gristmill-something.
 _OF_A_SERVICE = re.compile(
     PREFIX + r"([A-Z0-9_]+_)?"
@@ -163,22 +163,24 @@ def reload_settings() -> Settings:
         logging.getLogger("gristmill").setLevel(parsed.log.upper())
     _current = parsed
     for message in unknown_variables():
-        warn_once(message, message)
+        warn_once(message, message, kind="unknown variable")
     return parsed
 
 
 def unknown_variables() -> list[str]:
-    """A line for each variable that looks like a setting and is none."""
+    """A line for each variable that has the prefix of a setting and is not one."""
     known = [variable.name for variable in VARIABLES]
+    # repr escapes what would change what a terminal shows.
     return [
-        f"{name} is not a setting of gristmill, and is ignored{meant(name, known)}"
+        f"{one_line(repr(name)[1:-1], 100)} is not a setting of gristmill, and is ignored"
+        f"{meant(name, known)}"
         for name in sorted(os.environ)
         if name.startswith(PREFIX) and name not in known and not _OF_A_SERVICE.fullmatch(name)
     ]
 
 
 def path_variables() -> dict[str, str]:
-    """The settings that are paths, as variables for a process in any folder."""
+    """The settings that are paths, as variables with absolute paths."""
     now = settings()
     layers = os.pathsep.join(map(str, now.cache_layers))
     values = {CACHE_DIR: now.cache_dir, CACHE_LAYERS: layers, RECORD: now.record}

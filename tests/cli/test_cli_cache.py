@@ -13,13 +13,13 @@ import pytest
 from typer.testing import CliRunner
 
 from gristmill.cli.app import app
-from gristmill.jit import bundle, cache, nvrtc
+from gristmill.jit import bundle, cache, entry, nvrtc
 from gristmill.jit.binary import Binary
 from gristmill.jit.program import Program
 from gristmill.log import forget_warnings
 from gristmill.select.device import KNOWN
 from gristmill.select.table import Table
-from gristmill.select.tables import reset_tables, tables_for, user_table_path
+from gristmill.select.tables import reset_tables, table_name, tables_for, user_table_path
 from gristmill.settings import reload_settings
 
 NORM = Program("norm.cu", ("norm_forward<A>",))
@@ -168,8 +168,9 @@ def test_a_kernel_under_another_name_is_not_imported(home, tmp_path, monkeypatch
     path = tmp_path / "swapped.bundle"
     bundle.write(path, [(files[0].name, files[1].read_bytes())])
     elsewhere(monkeypatch, tmp_path / "other")
-    assert "or another one" in gristmill("cache", "import", path, code=1).replace("\n", " ")
-    assert "or another one" in gristmill("cache", "verify", path, code=1).replace("\n", " ")
+    for command in ("import", "verify"):
+        said = gristmill("cache", command, path, code=1).replace("\n", " ")
+        assert "or not the one that its name says" in said
 
 
 def test_what_others_could_have_written_needs_its_hash(tmp_path, monkeypatch) -> None:
@@ -236,7 +237,7 @@ def test_verify_says_all_that_is_wrong_with_a_bundle(home: Path, tmp_path: Path)
     bundle.write(path, [(files[0].name, files[1].read_bytes())])
     path.chmod(0o666)
     said = gristmill("cache", "verify", path, code=1)
-    assert "holds no kernel, or another one" in said
+    assert "is not a kernel, or not the one that its name says" in said
     assert "can be written to by others" in said
 
 
@@ -255,5 +256,83 @@ def test_ls_shows_whole_names(home: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_bundle_takes_the_place_of_files_only(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for place in (tmp_path / "pipe", tmp_path):
-        assert "no plain file" in gristmill("cache", "export", place, code=2)
+        assert "not a regular file" in gristmill("cache", "export", place, code=2)
     assert (tmp_path / "pipe").is_fifo()
+
+
+# ---- files from elsewhere ----
+
+H200_TABLE = {"schema": 2, "gpu": H200.name, "arch": H200.arch, "multiprocessors": 132, "rows": []}
+BAD_TABLES = {
+    "not JSON": (b"{", "is not JSON"),
+    "nested": (b"".join(b'{"%x":' % level for level in range(100_000)), "is not JSON"),
+    "a list": (b"[]", "must be a JSON object"),
+    "a terminal's": (json.dumps({**H200_TABLE, "gpu": "\x1b[31m"}).encode(), r"'\x1b[31m'"),
+    "of another GPU": (json.dumps({**H200_TABLE, "gpu": "a GPU"}).encode(), "a-gpu.json"),
+}
+
+
+@pytest.mark.parametrize(("content", "words"), BAD_TABLES.values(), ids=BAD_TABLES)
+def test_a_bundle_with_a_bad_table_is_not_imported(
+    content: bytes, words: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, name = tmp_path / "tables.bundle", table_name(H200)
+    kernels = [(file.name, file.read_bytes()) for file in (home / "kernels").glob("*.kernel")]
+    bundle.write(path, kernels, [(name, content)])
+    elsewhere(monkeypatch, tmp_path / "other")
+    for command in ("import", "verify"):
+        said = gristmill("cache", command, path, code=1).replace("\n", " ")
+        assert f"{path}: tables/{name}: " in said
+        assert words in said
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(("content", "words"), BAD_TABLES.values(), ids=BAD_TABLES)
+def test_a_bad_table_of_the_user_is_named_and_not_exported(
+    content: bytes, words: str, home: Path, tmp_path: Path
+) -> None:
+    (home / "tables").mkdir(mode=0o700)
+    name = table_name(H200)
+    (home / "tables" / name).write_bytes(content)
+    (home / "tables" / name).chmod(0o600)
+    said = gristmill("cache", "verify", code=1)
+    assert "4 programs, 1 problem" in said
+    assert name in said
+    assert words in said
+    said = gristmill("cache", "export", tmp_path / "a.bundle")
+    assert f"left out: table {name}" in said
+    assert "4 programs and 0 tables" in said
+
+
+def test_verify_of_a_folder_names_files_of_another_kind(home: Path) -> None:
+    (home / "tables").mkdir(mode=0o700)
+    os.mkfifo(home / "tables" / "a.json", 0o600)
+    os.mkfifo(home / "kernels" / "a.kernel", 0o600)
+    said = gristmill("cache", "verify", code=1)
+    for name in ("a.json", "a.kernel"):
+        assert re.search(rf"{home}: {name}: cannot be read .*not a regular file", said)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "zeros", "large"])
+@pytest.mark.parametrize("words", [("import",), ("import", "--sha256", "0" * 64), ("verify",)])
+def test_what_is_no_bundle_is_not_read_to_its_end(
+    kind: str, words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path("/dev/zero") if kind == "zeros" else tmp_path / "a.bundle"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "large":
+        path.touch(0o600)
+        os.truncate(path, 100 * 2**30)  # takes no room on the disk
+    elsewhere(monkeypatch, tmp_path / "other")
+    said = gristmill("cache", words[0], path, *words[1:], code=1)
+    assert str(path) in said
+    assert not (tmp_path / "other").exists()
+
+
+def test_ls_takes_nothing_for_markup(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = cache.entries()[0]
+    odd = entry.Entry(kept.entry.key, source="[/a]", names=("[b]",), arch="[/c]", compiler="[d]")
+    monkeypatch.setattr(cache, "entries", lambda: [dataclasses.replace(kept, entry=odd)])
+    said = gristmill("cache", "ls")
+    assert all(word in said for word in ("[/a]", "[b]", "[/c]", "[d]"))

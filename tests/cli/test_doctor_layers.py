@@ -122,8 +122,8 @@ def cut_bundle(kernel: tuple[str, bytes], path: Path) -> Path:
         (missing, "is not there"),
         (open_folder, "can be written to by others"),
         (open_bundle, "can be written to by others"),
-        (no_bundle, "is no bundle"),
-        (cut_bundle, "not a whole one"),
+        (no_bundle, "is not a bundle"),
+        (cut_bundle, "was cut off"),
     ],
 )
 def test_a_layer_that_is_passed_over_is_named_with_the_reason(

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from gristmill.cli.app import app
 from gristmill.integrations.vllm.switch import is_switched_on
+from gristmill.jit import optional, triton
 from gristmill.log import forget_warnings
 from gristmill.ops.registry import OPS
 from gristmill.settings import PREFIX, reload_settings
@@ -40,6 +41,18 @@ def test_doctor_warns_of_names_that_are_no_settings() -> None:
         "GRISTMILL_VLM is not a setting of gristmill, and is ignored (did you mean GRISTMILL_VLLM?)"
     )
     assert report["broken"] == []
+
+
+@pytest.mark.usefixtures("cluster")
+def test_doctor_names_a_compiler_that_is_installed_and_broken(cluster) -> None:
+    cluster.delenv(f"{PREFIX}VLM")
+    cluster.setattr(optional, "_broken", {"triton": "SystemExit: 3"})
+    cluster.setattr(triton, "installed_version", lambda: "triton 3.7.1")
+    triton._triton.cache_clear()
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    assert result.exit_code == 0, result.output
+    (warning,) = json.loads(result.stdout)["warnings"]
+    assert warning.startswith("Triton cannot be imported (SystemExit: 3); install it with: ")
 
 
 def test_a_name_that_is_no_setting_switches_nothing_off_in_vllm(cluster, caplog) -> None:

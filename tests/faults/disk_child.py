@@ -127,7 +127,9 @@ def _write_bundle(place: Path, wanted: Program) -> Check:
         told = True
 
     def check() -> str | None:
-        new = bundle.damages(path) == [f"kernels/{other[0]}: holds no kernel, or another one"]
+        new = bundle.damages(path) == [
+            f"kernels/{other[0]}: is not a kernel, or not the one that its name says"
+        ]
         if not new and bundle.damages(path):
             return "a bundle that is neither the old nor the new one"
         return None if new or told else "the old bundle, and no error"

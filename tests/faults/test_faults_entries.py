@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import random
 import resource
 import socket
 import struct
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fault_helpers import ARCH, VERSION, is_right, program, use_fake_compiler, write_source
@@ -70,6 +73,57 @@ def test_a_right_hash_around_another_header_is_no_entry(header, wanted) -> None:
         content = b"gristmill kernel 1\n" + hashlib.sha256(body).digest() + body
         assert entry.decode(content, wanted, ARCH) is None
         assert entry.describe(content) is None
+
+
+def with_header(content: bytes, **changes: Any) -> bytes:
+    """An entry with a right hash whose header says otherwise; a value of `...` is left out."""
+    at = len(b"gristmill kernel 1\n") + 32
+    (length,) = struct.unpack_from("<I", content, at)
+    header = {**json.loads(content[at + 4 :][:length]), **changes}
+    words = json.dumps({name: one for name, one in header.items() if one is not ...}).encode()
+    body = struct.pack("<I", len(words)) + words + content[at + 4 + length :]
+    return b"gristmill kernel 1\n" + hashlib.sha256(body).digest() + body
+
+
+NO_TEXTS: list[Any] = [..., None, 3, True, [], {}, ["a"]]
+# The first cannot be encoded, the others would change what a terminal shows.
+ODD_TEXTS = ["\ud800", "a\x1b[31mb", "a\nb", "a\0"]
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        *((field, [*NO_TEXTS, *ODD_TEXTS]) for field in ("key", "source", "arch", "compiler")),
+        ("headers", [*NO_TEXTS, *ODD_TEXTS]),
+        ("log", NO_TEXTS),
+        ("names", [..., None, 3, {}, "a", *([one] for one in (3, [], *ODD_TEXTS))]),
+        ("lowered", [..., None, 3, [], "a", *({"a": one} for one in (3, None, *ODD_TEXTS))]),
+        ("facts", [..., None, 3, [], "a"]),
+        ("facts", [{"a": one} for one in (None, True, 1.0, "1", [], -1, 2**31, 10**400)]),
+    ],
+)
+def test_a_header_with_an_odd_value_is_no_entry(field, values, wanted, path) -> None:
+    content = path.read_bytes()
+    assert is_right(entry.decode(with_header(content), wanted, ARCH), wanted)
+    for value in values:
+        path.write_bytes(with_header(content, **{field: value}))
+        assert entry.describe(path.read_bytes()) is None, value
+        cache.forget()
+        counters.reset()
+        assert cache.entries() == []
+        assert is_right(cache.load_or_compile(wanted, ARCH), wanted)
+        assert counters.snapshot()["compiles"] == 1, value
+        assert path.read_bytes() == content
+
+
+def test_a_header_is_bounded_before_it_is_parsed(path) -> None:
+    """Short values take 50 times their JSON in memory."""
+    content = with_header(path.read_bytes(), more=[{}] * 3_000_000)
+    tracemalloc.start()
+    assert entry.describe(content) is None
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1_000_000
 
 
 # ---- a file in the place of another ----

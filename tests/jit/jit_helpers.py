@@ -34,6 +34,13 @@ CUTE_SCALE = CuteProgram(
     "cute_scale.py", "scale", SIGNATURE, (("absent", None),), (("x", 16),), 64, root=SOURCES
 )
 
+# The head of a script that imports modules of the package, and no torch.
+ALONE = f"""
+import sys, types
+sys.modules["gristmill"] = types.ModuleType("gristmill")
+sys.modules["gristmill"].__path__ = {list(gristmill.__path__)!r}
+"""
+
 # The head of a script that is given a program's text.
 WITH_PROGRAM = """
 import os, sys

@@ -110,7 +110,7 @@ def test_a_cut_file_is_no_bundle(written, keep) -> None:
     content = written.read_bytes()
     size = int(len(content) * keep) if isinstance(keep, float) else keep
     written.write_bytes(content[:size])
-    with pytest.raises(BundleError, match=r"three\.bundle: is no bundle"):
+    with pytest.raises(BundleError, match=r"three\.bundle: is not a bundle"):
         Bundle.open(written)
 
 
@@ -131,25 +131,6 @@ def test_another_format_is_named(written) -> None:
     written.write_bytes(content.replace(b"gristmill bundle 1 at", b"gristmill bundle 9 at"))
     with pytest.raises(BundleError, match="has format 9, and gristmill"):
         Bundle.open(written)
-
-
-@pytest.mark.parametrize(
-    "name", ["../evil", "kernels/../../evil.kernel", "kernels/a/b.kernel", "x"]
-)
-def test_no_member_gets_out_of_its_folder(tmp_path, name) -> None:
-    path = tmp_path / "evil.bundle"
-    with path.open("w+b") as file:
-        bundle._write_zip(file, {name: b"x"})
-    with pytest.raises(BundleError, match="has a member named"):
-        Bundle.open(path)
-
-
-def test_a_member_that_inflates_without_end_is_not_read(tmp_path) -> None:
-    path = tmp_path / "large.bundle"
-    with path.open("w+b") as file:
-        bundle._write_zip(file, {"tables/a.json": bytes(bundle.MOST_BYTES + 1)})
-    with Bundle.open(path) as opened:
-        assert opened.read("tables/a.json") is None
 
 
 @pytest.mark.parametrize("mode", [0o664, 0o646])

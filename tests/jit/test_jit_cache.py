@@ -301,7 +301,7 @@ def test_a_folder_that_cannot_exist_means_memory_only(
     assert cache.entries() == []
 
 
-@pytest.mark.parametrize("function", ["make_private", "write_whole"])
+@pytest.mark.parametrize("function", ["make_folders", "write_whole"])
 def test_a_read_only_folder_means_one_warning(
     tiny, make_program, home, compiler, caplog, monkeypatch, function
 ) -> None:

@@ -1,9 +1,8 @@
-"""What a Python that gristmill starts may import: nothing that somebody put into the folder."""
+"""A Python that gristmill starts imports nothing from the current folder."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import venv
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from jit_helpers import ARCH, CUTE_SCALE, TINY, TRITON_SCALE
+from jit_helpers import ALONE, ARCH, CUTE_SCALE, TINY, TRITON_SCALE
 
 import gristmill
 from gristmill.bench import fresh
@@ -23,19 +22,20 @@ from gristmill.bench.suites import Task
 from gristmill.jit import child, cutedsl
 from gristmill.jit.compilers import to_text
 
-PLANTED_FILES = (
-    *("warnings", "json", "os", "re", "subprocess", "linecache", "importlib", "sitecustomize"),
-    *("usercustomize", "dataclasses", "typing_extensions", "planted"),
-)
-PLANTED_PACKAGES = (
-    *("encodings", "gristmill", "numpy", "torch", "triton", "cuda", "nvidia", "cutlass"),
-    *("collections", "logging"),
-)
+# What a Python imports as it starts, what gristmill imports, and the rest of the standard library.
+AT_START = {"encodings", "__init__", "__main__", "site", "sitecustomize", "usercustomize"}
+PACKAGES = {"gristmill", "numpy", "torch", "triton", "cuda", "nvidia", "cutlass"}
+EVERYTHING = {*AT_START, *PACKAGES, *sys.stdlib_module_names, "typing_extensions", "planted"}
+# What a parent that imports from its folder has imported before the modules are there.
+IMPORTED_BEFORE = {
+    *AT_START,
+    *PACKAGES,
+    *("warnings", "json", "os", "re", "subprocess", "linecache", "importlib", "dataclasses"),
+    *("collections", "logging", "typing_extensions", "planted"),
+}
 # Imports the jit and no torch, plants modules in its folder if it is told to, and compiles.
 PARENT = """
-import json, os, sys, types
-sys.modules["gristmill"] = types.ModuleType("gristmill")
-sys.modules["gristmill"].__path__ = {package!r}
+import json, os
 told = json.load(open({told!r}))
 from gristmill.jit import parallel
 from gristmill.jit.compilers import from_text
@@ -54,21 +54,21 @@ print(os.getpid(), json.dumps([(one.how, one.error) for one in done]))
 """
 
 
-def planted(folder: Path, marks: Path) -> dict[str, str]:
-    """Modules that say in which process they were imported: path and text."""
+def planted(folder: Path, marks: Path, names: set[str] = EVERYTHING) -> dict[str, str]:
+    """Files and packages that write the process that imports them into `marks`: path and text."""
     text = (
         "import posix\n"
         f"mark = posix.open({str(marks)!r}, posix.O_WRONLY | posix.O_CREAT | posix.O_APPEND)\n"
         "posix.write(mark, f'{posix.getpid()} {__name__}\\n'.encode())\n"
         "raise ImportError('planted')\n"
     )
-    paths = [folder / f"{name}.py" for name in PLANTED_FILES]
-    paths += [folder / name / "__init__.py" for name in PLANTED_PACKAGES]
+    paths = [folder / f"{name}.py" for name in names]
+    paths += [folder / name / "__init__.py" for name in names]
     return {str(path): text for path in paths}
 
 
-def plant(folder: Path, marks: Path) -> None:
-    for path, text in planted(folder, marks).items():
+def plant(folder: Path, marks: Path, names: set[str] = EVERYTHING) -> None:
+    for path, text in planted(folder, marks, names).items():
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(text)
 
@@ -84,26 +84,32 @@ HOSTILE = {
 }
 
 
+SAFE_PATH = pytest.mark.skipif(sys.version_info < (3, 11), reason="new in Python 3.11")
+
+
 @pytest.mark.parametrize(
     ("command", "environment", "first", "goes"),
     [
-        (["{place}/elsewhere/parent.py"], {}, True, False),
-        (["-I", "{place}/elsewhere/parent.py"], {}, True, False),
-        (["-I", "{place}/elsewhere/parent.py"], HOSTILE, True, False),
-        (["-c", "exec(open('{place}/elsewhere/parent.py').read())"], {}, False, False),
-        (["-m", "parent"], {}, False, False),
-        (["-m", "parent"], {}, False, True),
-        (["parent.py"], {}, False, False),
-        (["{place}/elsewhere/parent.py"], {"PYTHONPATH": ":.:lib"}, False, False),
-        (["-m", "parent"], {"PYTHONPATH": "lib:"}, False, True),
-    ],
-    ids=[
-        *("script", "isolated", "hostile", "c", "m", "m that goes elsewhere", "here"),
-        *("PYTHONPATH", "PYTHONPATH that goes elsewhere"),
+        pytest.param("{place}/parent.py", {}, True, False, id="script"),
+        pytest.param("-I {place}/parent.py", {}, True, False, id="isolated"),
+        pytest.param("-I {place}/parent.py", HOSTILE, True, False, id="hostile"),
+        pytest.param("-P {place}/parent.py", {}, True, False, id="safe path", marks=SAFE_PATH),
+        pytest.param(
+            "-m parent",
+            {"PYTHONSAFEPATH": "1", "PYTHONPATH": "{place}"},
+            *(True, False),
+            id="PYTHONSAFEPATH",
+            marks=SAFE_PATH,
+        ),
+        pytest.param("-c exec(open('{place}/parent.py').read())", {}, False, False, id="c"),
+        pytest.param("-m parent", {}, False, False, id="m"),
+        pytest.param("-m parent", {}, False, True, id="m, goes elsewhere"),
+        pytest.param("parent.py", {}, False, False, id="here"),
+        pytest.param("{place}/parent.py", {"PYTHONPATH": ":.:"}, False, False, id="PYTHONPATH"),
     ],
 )
 def test_workers_import_nothing_from_the_current_folder(
-    command: list[str], environment: dict[str, str], first: bool, goes: bool, tmp_path: Path
+    command: str, environment: dict[str, str], first: bool, goes: bool, tmp_path: Path
 ) -> None:
     """`first`: the modules are there when the parent starts, which does not import from there.
 
@@ -122,24 +128,25 @@ def test_workers_import_nothing_from_the_current_folder(
     ]
     programs += [to_text(TRITON_SCALE)] if _has("triton") else []
     programs += [to_text(CUTE_SCALE)] if cutedsl.why_missing() is None else []
-    modules = {**planted(here, marks), **planted(here / "lib", marks)}
     told = {
-        "plant": {} if first else modules,
+        "plant": {} if first else planted(here, marks, IMPORTED_BEFORE),
         "programs": programs,
         "arch": ARCH,
         "go": str(tmp_path) if goes else "",
     }
     (tmp_path / "told").write_text(json.dumps(told))
-    text = PARENT.format(package=list(gristmill.__path__), told=str(tmp_path / "told"))
-    (tmp_path / "elsewhere" / "parent.py").write_text(text)
+    text = ALONE + PARENT.format(told=str(tmp_path / "told"))
+    place = tmp_path / "elsewhere"
+    (place / "parent.py").write_text(text)
     (here / "parent.py").write_text(text)
     if first:
         plant(here, marks)
-        plant(here / "lib", marks)
+    # Relative: the parent's folder is meant, and not that of a worker.
+    settings = {"GRISTMILL_CACHE_DIR": "cache", "GRISTMILL_JITT": "on"}
+    environment = {**settings, "HOME": "/nonexistent", **environment}
     done = subprocess.run(
-        [sys.executable, *(word.replace("{place}", str(tmp_path)) for word in command)],
-        # Relative: the parent's folder is meant, and not that of a worker.
-        env={"GRISTMILL_CACHE_DIR": "cache", "HOME": "/nonexistent", **environment},
+        [sys.executable, *(word.format(place=place) for word in command.split(" ", 1))],
+        env={name: value.format(place=place) for name, value in environment.items()},
         cwd=here,
         capture_output=True,
         text=True,
@@ -151,6 +158,7 @@ def test_workers_import_nothing_from_the_current_folder(
     assert json.loads(results) == [["compiled", ""]] * len(programs)
     assert [line for line in found if line.split()[0] != process] == []
     assert len(list((here / "cache" / "kernels").glob("*.kernel"))) == len(programs)
+    assert done.stderr.count("GRISTMILL_JITT is not a setting") == 1  # not in workers
 
 
 def _has(module: str) -> bool:
@@ -169,9 +177,10 @@ import json, os, sys, pathlib
 def main(words, seconds=None):
     if isinstance(words, str):
         for line in sys.stdin:
-            print("{}", flush=True)
+            print("{}" if os.getcwd() == "/" else "", flush=True)
         return
     answer = {"gristmill": __import__("gristmill").__file__, "path": sys.path}
+    answer["cwd"] = os.getcwd()
     if seconds is not None:
         print(json.dumps(answer | {"seconds": seconds, "word": os.environ["A_WORD"]}))
         return
@@ -179,7 +188,7 @@ def main(words, seconds=None):
     (place / "ready").touch()
     while not (place / "go").exists():
         pass
-    (place / "answer.json").write_text(json.dumps(answer | {"cwd": os.getcwd()}))
+    (place / "answer.json").write_text(json.dumps(answer))
 """
 
 
@@ -189,7 +198,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "modules").mkdir(mode=0o700)
     (tmp_path / "modules" / "bench_child.py").write_text(BENCH_CHILD)
     here, marks = tmp_path / "here", tmp_path / "marks"
-    plant(here, marks)
+    plant(here, marks, IMPORTED_BEFORE)
     monkeypatch.chdir(here)
     monkeypatch.setattr(sys, "path", ["", ".", *sys.path, str(tmp_path / "modules")])
     return marks
@@ -202,6 +211,7 @@ def test_a_fresh_process_imports_nothing_from_the_current_folder(bench: Path) ->
     assert said["word"] == "x y"
     assert set(said["seconds"]) == {"torch_import_s", "import_s"}
     assert str(Path.cwd()) not in said["path"]
+    assert said["cwd"] == "/"  # so torch's own processes are as safe
 
 
 def test_an_engine_imports_nothing_from_the_current_folder(bench: Path, tmp_path: Path) -> None:
@@ -239,62 +249,45 @@ def test_the_order_is_that_of_this_process(monkeypatch: pytest.MonkeyPatch) -> N
     assert path_of_a_child() == list(reversed(first))
 
 
-def test_what_a_program_has_added_is_taken_where_only_the_user_can_write(
+def test_a_child_imports_from_where_this_process_does_but_for_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own, shared, there = tmp_path / "own", tmp_path / "shared", tmp_path / "there"
-    for folder, mode in ((own, 0o755), (shared, 0o777), (there, 0o755)):
-        folder.mkdir()
-        folder.chmod(mode)
+    for name in ("there", "here"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to("here")
     (tmp_path / "modules.zip").touch()
-    given: list[Any] = [str(own), str(shared), "there", "", str(tmp_path / "modules.zip")]
-    given += [str(tmp_path / "missing"), own, b"bytes"]
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*given, *sys.path])
+    monkeypatch.chdir(tmp_path / "here")
+    taken = [str(tmp_path / name) for name in ("there", "missing", "modules.zip")]
+    passed_over: list[Any] = ["", ".", "../there", "/proc/self/cwd", tmp_path / "there", b"/bytes"]
+    passed_over += [str(tmp_path / name) for name in ("here", "there/../here", "link")]
+    monkeypatch.setattr(sys, "path", [*passed_over, *taken, *sys.path])
     found = path_of_a_child()
-    assert found[0] == str(own)
-    assert not set(found) & {str(shared), str(there), *given[2:-2]}
+    assert found[:3] == taken
+    assert not set(found) & set(passed_over)
 
 
-@pytest.mark.skipif(
-    not hasattr(os, "getuid") or os.getuid() != 0, reason="only root can give files away"
-)
-def test_what_belongs_to_somebody_else_is_not_taken(
+def test_the_folder_that_the_program_was_started_in_is_not_taken_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    os.chown(tmp_path, 65534, 65534)
     monkeypatch.syspath_prepend(str(tmp_path))
+    assert str(tmp_path) in path_of_a_child()
+    monkeypatch.setattr(child, "_STARTED_IN", tmp_path)
     assert str(tmp_path) not in path_of_a_child()
-    # Unless the user has said so.
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert path_of_a_child()[0] == str(tmp_path)
 
 
-def test_an_absolute_pythonpath_is_the_users_word(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where it is the current folder; a relative one in it is not."""
-    (tmp_path / "lib").mkdir()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), str(tmp_path / "lib"), *sys.path])
-    before = path_of_a_child()
-    assert str(tmp_path) not in before
-    assert str(tmp_path / "lib") in before
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), "lib"]))
-    after = path_of_a_child()
-    assert after[0] == str(tmp_path)
-    assert str(tmp_path / "lib") not in after
-
-
-def test_the_users_own_packages_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the umask of many systems leaves them: the group may write."""
-    tmp_path.chmod(0o775)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("site.USER_SITE", str(tmp_path))
-    monkeypatch.setattr("site.ENABLE_USER_SITE", False)
-    assert str(tmp_path) not in path_of_a_child()
-    monkeypatch.setattr("site.ENABLE_USER_SITE", True)
-    assert path_of_a_child()[0] == str(tmp_path)
+def test_a_current_folder_that_was_deleted(tmp_path: Path) -> None:
+    code = (
+        "import pathlib, subprocess, sys\n"
+        "from gristmill.settings import settings; settings()\n"
+        "pathlib.Path().absolute().rmdir()\n"
+        "from gristmill.jit import child\n"
+        "print(subprocess.run(child.command('print(1)'), cwd='/', check=True).returncode)\n"
+    )
+    (tmp_path / "gone").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE + code], capture_output=True, text=True, cwd=tmp_path / "gone"
+    )
+    assert (done.returncode, done.stdout) == (0, "1\n0\n"), done.stderr
 
 
 def test_a_virtual_environment_and_what_is_editable_in_it_are_taken(
@@ -310,15 +303,12 @@ def test_a_virtual_environment_and_what_is_editable_in_it_are_taken(
     packages.chmod(0o775)
     python = tmp_path / "env" / "bin" / "python"
     code = (
-        "import sys, types\n"
-        'sys.modules["gristmill"] = types.ModuleType("gristmill")\n'
-        f'sys.modules["gristmill"].__path__ = {list(gristmill.__path__)!r}\n'
         "import subprocess\n"
         "from gristmill.jit import child\n"
         "script = 'import json, a_module; print(json.dumps([sys.path, sys.prefix, sys.a_hook]))'\n"
         "print(subprocess.run(child.command(script), capture_output=True, text=True).stdout)\n"
     )
-    (project / "parent.py").write_text(code)
+    (project / "parent.py").write_text(ALONE + code)
     done = subprocess.run(
         [python, "-m", "parent"], cwd=project, capture_output=True, text=True, env={}
     )
@@ -333,9 +323,11 @@ def test_a_virtual_environment_and_what_is_editable_in_it_are_taken(
 def test_a_child_is_isolated_and_gets_its_words_and_environment() -> None:
     script = "print(json.dumps([sys.argv[1:], os.environ['A'], sys.flags.isolated]))"
     words = ["it's", '"', "{x}\n", "-c"]
-    command = child.command(f"import json, os, sys\n{script}", *words, environment={"A": "b\n'"})
+    command = child.command(
+        f"import json, os, sys\n{script}", *words, environment={"A": "b\n'\udcff"}
+    )
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == [words, "b\n'", 1]
+    assert json.loads(done.stdout) == [words, "b\n'\udcff", 1]
 
 
 def test_bytecode_is_written_where_this_process_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,29 +135,27 @@ def no_compiler(monkeypatch):
 
 
 def test_no_bindings(no_compiler, tiny) -> None:
-    no_compiler.setitem(sys.modules, "cuda.bindings", None)
+    no_compiler.setitem(sys.modules, "cuda.bindings.nvrtc", None)
     with pytest.raises(CompilerUnavailable, match=r'pip install "gristmill\[nvrtc\]"') as caught:
         compile_program(tiny, ARCH)
     assert "\n" not in str(caught.value)
 
 
 def _fake_nvrtc(version) -> SimpleNamespace:
-    return SimpleNamespace(
-        nvrtc=SimpleNamespace(nvrtcVersion=version, nvrtcResult=SimpleNamespace(NVRTC_SUCCESS=0))
-    )
+    return SimpleNamespace(nvrtcVersion=version, nvrtcResult=SimpleNamespace(NVRTC_SUCCESS=0))
 
 
 def test_no_library(no_compiler, tiny) -> None:
     def missing():
         raise RuntimeError("Failed to find\n  libnvrtc.so.13")
 
-    no_compiler.setitem(sys.modules, "cuda.bindings", _fake_nvrtc(missing))
+    no_compiler.setitem(sys.modules, "cuda.bindings.nvrtc", _fake_nvrtc(missing))
     with pytest.raises(CompilerUnavailable, match=r"libnvrtc.*pip install") as caught:
         compile_program(tiny, ARCH)
     assert "\n" not in str(caught.value)
 
 
 def test_cuda_12(no_compiler, tiny) -> None:
-    no_compiler.setitem(sys.modules, "cuda.bindings", _fake_nvrtc(lambda: (0, 12, 8)))
+    no_compiler.setitem(sys.modules, "cuda.bindings.nvrtc", _fake_nvrtc(lambda: (0, 12, 8)))
     with pytest.raises(CompilerUnavailable, match=r"NVRTC 12\.8 is older than 13\.0.*pip install"):
         compile_program(tiny, ARCH)

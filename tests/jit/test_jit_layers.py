@@ -145,7 +145,7 @@ def test_a_layer_that_cannot_be_used_is_one_warning(
         layer.mkdir()
     elif kind == "text":
         layer.write_text("hello")
-        reasons[kind] = "is no bundle"
+        reasons[kind] = "is not a bundle"
     elif kind == "open folder":
         (as_folder(layer, _file(tiny)) / "kernels").chmod(0o777)
     elif kind == "open bundle":

@@ -19,7 +19,7 @@ from gristmill.jit import child
 TIMEOUT_S = 600
 _WATCH_S = 1.0
 
-# Bytecode is written, as it is where a package was installed.
+# Writes bytecode, so that the sources of modules are compiled once, as in an installed package.
 _SCRIPT = """
 import importlib, sys, time
 sys.dont_write_bytecode = False
@@ -36,7 +36,7 @@ importlib.import_module(sys.argv[1]).main(sys.argv[2:], seconds)
 def in_fresh_process(
     module: str, words: Sequence[str], environment: Mapping[str, str], what: str
 ) -> dict[str, Any]:
-    """What `main(words, imports)` of `module` writes as the last line of its stdout, as JSON.
+    """The JSON that `main(words, imports)` of `module` writes as the last line of its stdout.
 
     `imports` are the seconds of importing torch and then gristmill, as "torch_import_s" and
     "import_s".
@@ -46,7 +46,12 @@ def in_fresh_process(
     command = child.command(_SCRIPT, module, *words, environment=environment)
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=TIMEOUT_S
+            command,
+            cwd=os.sep,  # torch starts Pythons of its own, which import from there
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=TIMEOUT_S,
         )
         answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except subprocess.CalledProcessError as error:

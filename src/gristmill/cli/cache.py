@@ -16,7 +16,7 @@ from gristmill.errors import ArgumentError, BundleError, GristmillError, TableEr
 from gristmill.jit import bundle, cache, entry
 from gristmill.jit.bundle import KERNELS, TABLES, Bundle
 from gristmill.jit.folder import (
-    make_private,
+    make_folders,
     names_in,
     read_file,
     stale_parts,
@@ -71,7 +71,9 @@ def ls(*, as_json: bool) -> None:
             names = f"{kept.entry.source}: {', '.join(kept.entry.names)}"
             size = f"{kept.size / 1000:.1f}"
             made = _time(kept.modified)
-            table.add_row(Text(names), kept.entry.arch, kept.entry.compiler, size, made)
+            # As text: rich would read square brackets as markup.
+            words = (Text(one) for one in (names, kept.entry.arch, kept.entry.compiler))
+            table.add_row(*words, size, made)
         out.print(table)
     total = sum(kept.size for kept in found) / 1e6
     typer.echo(
@@ -125,7 +127,7 @@ def import_(path: Path, sha256: str | None) -> None:
     assert top is not None
     added = {KERNELS: 0, TABLES: 0}
     with Bundle.open(path) if sha256 is None else Bundle.open_pinned(path, sha256) as source:
-        # All of it is checked before any of it is kept: one at a time, for there may be much of it.
+        # All members are checked before any is written. One is in memory at a time.
         for name in source.names:
             if fault := _fault(source, name):
                 raise BundleError(f"bundle {path}: {name}: {fault}")
@@ -134,7 +136,7 @@ def import_(path: Path, sha256: str | None) -> None:
             if content is None:
                 raise BundleError(f"bundle {path}: {name}: has changed since it was checked")
             place = top / name
-            make_private(place.parent, top)
+            make_folders(place.parent)
             if name.startswith(TABLES) and place.exists():
                 typer.echo(f"{place} is there already, and stays as it is")
                 continue
@@ -168,7 +170,7 @@ def _faults(place: Path) -> Iterator[str]:
         elif place.exists():
             yield from _faults_of_folder(place)
         elif place != settings().cache_dir:
-            # The user's own folder is there once something was compiled, and no fault before.
+            # The user's own folder is made by the first compile.
             yield "is not there"
     except OSError as error:
         yield f"cannot be read ({error.strerror or error})"
@@ -217,7 +219,7 @@ def _about(place: Path) -> str:
 
 
 def _fault(source: Bundle, name: str) -> str | None:
-    """What is wrong with a member of a bundle, if anything."""
+    """What is wrong with a member of a bundle, or None."""
     fault = source.fault(name)
     if fault is None and name.startswith(TABLES):
         try:

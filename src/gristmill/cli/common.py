@@ -118,7 +118,7 @@ def check_file(path: Path, *, replaced: bool = True) -> None:
     real = _followed(path)
     device = path.absolute().is_relative_to("/dev") or (real.exists() and not real.is_file())
     if real.is_dir() or (replaced and device):
-        raise ArgumentError(f"cannot write {path}: that is no plain file; name another")
+        raise ArgumentError(f"cannot write {path}: it is not a regular file; name another")
     if replaced or not real.exists():
         check_folder(real.parent)
 

@@ -33,8 +33,9 @@ from gristmill.cli.doctor_cache import (
     layer_reports,
 )
 from gristmill.errors import CompilerUnavailable, GristmillError
-from gristmill.jit import cutedsl
+from gristmill.jit import cutedsl, triton
 from gristmill.jit.nvrtc import compiler_version, include_dir
+from gristmill.jit.optional import imported
 from gristmill.ops.registry import OPS
 from gristmill.select.copies import rotate
 from gristmill.select.device import device_of
@@ -70,7 +71,7 @@ def examine() -> Report:
     if device.type == "cuda" and compiler["error"]:
         broken.append(f"kernels cannot be compiled for this GPU: {compiler['error']}")
     kept, layers = folder_report(), layer_reports()
-    warnings = [*unknown_variables(), *folder_warnings(kept)]
+    warnings = [*unknown_variables(), *_unusable_compilers(), *folder_warnings(kept)]
     # Where nothing may be compiled, a kernel that no layer has is an error of the call.
     (warnings if settings().jit else broken).extend(layer_problems(layers))
     return {
@@ -129,11 +130,21 @@ def _compiler() -> Report:
     return report
 
 
+def _unusable_compilers() -> list[str]:
+    """Why optional compilers that are installed cannot be used."""
+    found = []
+    for compiler in (triton, cutedsl):
+        try:
+            if compiler.installed_version():
+                compiler.compiler_version()
+        except CompilerUnavailable as error:
+            found.append(str(error))
+    return found
+
+
 def _nvrtc_path() -> str | None:
     try:
-        from cuda.pathfinder import load_nvidia_dynamic_lib
-
-        return str(load_nvidia_dynamic_lib("nvrtc").abs_path)
+        return str(imported("cuda.pathfinder").load_nvidia_dynamic_lib("nvrtc").abs_path)
     except Exception:  # only for show: whatever the helper says, the answer is "not known"
         return None
 

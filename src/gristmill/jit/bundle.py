@@ -5,9 +5,9 @@ goes by the manifest alone: the zip's comment says where that is and what its ha
 where every member is and what its hash is. So one kernel of ten thousand is one read, and whatever
 was changed in the file since is not found in it.
 
-A bundle may come from anywhere, so what it costs to read is bounded before it is read: no two
-members share a byte, and none inflates to more than `_MOST_RATIO` times its size in the file. All
-members together are then at most that many times the file, one at a time in memory.
+A bundle may come from anywhere, so the cost of reading it is bounded before it is read: no two
+members share a byte, and none inflates to more than `_MOST_RATIO` times its size in the file.
+Members are read one at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import io
 import json
 import os
 import re
-import stat
 import tempfile
 import zipfile
 import zlib
@@ -28,7 +27,14 @@ from typing import Any, BinaryIO
 
 from gristmill.errors import BundleError
 from gristmill.jit import entry
-from gristmill.jit.folder import MOST_BYTES, UntrustedError, open_file, open_folder, write_whole
+from gristmill.jit.folder import (
+    MOST_BYTES,
+    UntrustedError,
+    open_file,
+    open_folder,
+    open_plain,
+    write_whole,
+)
 from gristmill.log import one_line
 from gristmill.version import __version__
 
@@ -41,15 +47,16 @@ _COMMENT = re.compile(
 )
 _COMMENT_BYTES = 256  # no comment of ours is longer
 _LOCAL_HEADER = 30  # bytes of a zip's, before a name and an extra field
-# As long as a file's name may be while it is written.
+# File names have at most 255 bytes, and a temporary file's name is longer than the final one.
 _NAME = re.compile(r"(kernels/[A-Za-z0-9_.-]{1,220}\.kernel|tables/[A-Za-z0-9_.-]{1,220}\.json)")
-# Every kernel for one GPU is 14,000 files, together 110 MB: room for those of twenty GPUs.
+# All kernels for one GPU are 14,000 files of 110 MB: enough for almost twenty GPUs.
 MOST_FILE = 2 * 1024**3
-# A file takes some 220 bytes of it: room for 150,000.
+# A member takes 220 bytes of it: enough for 150,000.
 _MOST_MANIFEST = 32 * 1024 * 1024
-# A file has 5 values there. Values without text take 25 times their JSON in memory.
+# A parsed value takes up to 100 bytes of memory, so JSON with many short ones takes 50 times its
+# size. The manifest has 40 bytes a value.
 _VALUE_BYTES = 16
-# Kernels deflate to a third or a fifth, tables to a twentieth.
+# Kernels deflate to a third or a fifth of their size, tables to a twentieth.
 _MOST_RATIO = 100
 
 
@@ -63,19 +70,21 @@ class Member:
     sha256: str
 
     def check(self, most: int = MOST_BYTES) -> None:
-        """ValueError if these are no numbers of bytes and hash, or more than a file may cost."""
+        """ValueError if a value has another type or is out of bounds."""
         for number in (self.at, self.packed, self.size):
             if type(number) is not int or not 0 <= number < 2**62:
-                raise ValueError(f"{number!r} is no number of bytes")
+                raise ValueError(f"{number!r} is not a number of bytes")
         if not isinstance(self.sha256, str):
-            raise ValueError(f"{self.sha256!r} is no hash")
+            raise ValueError(f"{self.sha256!r} is not a sha256")
         if max(self.size, self.packed) > most:
             raise ValueError(f"{max(self.size, self.packed)} bytes are more than {most}")
         if self.size > self.packed * _MOST_RATIO:
             raise ValueError(
-                f"{self.packed} bytes that inflate to {self.size} are more than {_MOST_RATIO} "
-                f"times as many"
+                f"{self.packed} bytes inflate to {self.size}, more than {_MOST_RATIO} times as many"
             )
+
+
+_FIELDS = Member.__annotations__.keys()
 
 
 class Bundle:
@@ -108,22 +117,22 @@ class Bundle:
 
     @classmethod
     def open_pinned(cls, path: Path, sha256: str) -> Bundle:
-        """A private copy of the file at `path`, if that is its hash; whoever can write there."""
-        handle = _open_plain(path)
-        try:
-            # Copied only once its hash is right, and hashed again: it may have changed meanwhile.
-            _pinned(path, handle, sha256)
-            with tempfile.TemporaryFile() as copy:
-                _pinned(path, handle, sha256, copy)
-                copy.flush()
-                return cls._adopt(path, os.dup(copy.fileno()))
-        finally:
-            os.close(handle)
+        """A private copy of the file at `path` if this is its hash, whoever can write to it."""
+        total = hashlib.sha256()
+        with os.fdopen(open_plain(path), "rb") as source, tempfile.TemporaryFile() as copy:
+            _size(path, source.fileno())
+            for piece in _pieces(source.fileno()):
+                total.update(piece)
+                copy.write(piece)
+            copy.flush()
+            if total.hexdigest() != sha256.strip().lower():
+                raise BundleError(f"bundle {path}: its sha256 is {total.hexdigest()}, not {sha256}")
+            return cls._adopt(path, os.dup(copy.fileno()))
 
     @classmethod
     def open_unchecked(cls, path: Path) -> Bundle:
-        """As `open`, of a file that need not be trusted: nothing of it may be run."""
-        return cls._adopt(path, _open_plain(path))
+        """As `open`, whoever can write to the file. No kernel of it may be run."""
+        return cls._adopt(path, open_plain(path))
 
     @classmethod
     def _adopt(cls, path: Path, handle: int) -> Bundle:
@@ -157,12 +166,12 @@ class Bundle:
         return None if member is None else self._inflated(member)
 
     def fault(self, name: str) -> str | None:
-        """What is wrong with a member, if anything; of tables only whether they are whole."""
+        """What is wrong with a member, or None. What a table says is not checked."""
         content = self.read(name)
         if content is None:
             return "is not what the manifest says"
         if name.startswith(KERNELS) and not is_kernel(name.removeprefix(KERNELS), content):
-            return "holds no kernel, or another one"
+            return "is not a kernel, or not the one that its name says"
         return None
 
     def sha256(self) -> str:
@@ -177,7 +186,7 @@ class Bundle:
         tail = os.pread(self._handle, _COMMENT_BYTES, max(0, end - _COMMENT_BYTES))
         found = list(_COMMENT.finditer(tail))
         if not found or found[-1].end() != len(tail):
-            raise BundleError(f"bundle {self.path}: is no bundle of gristmill, or not a whole one")
+            raise BundleError(f"bundle {self.path}: is not a bundle of gristmill, or was cut off")
         form, at, packed, size = (int(number) for number in found[-1].groups()[:4])
         if form != FORMAT:
             raise BundleError(
@@ -185,7 +194,7 @@ class Bundle:
             )
         own = Member(at, packed, size, found[-1][5].decode())
         if at + packed > end:
-            raise BundleError(f"bundle {self.path}: is no bundle of gristmill, or not a whole one")
+            raise BundleError(f"bundle {self.path}: is not a bundle of gristmill, or was cut off")
         try:
             own.check(_MOST_MANIFEST)
             members, manifest = _parsed(self._inflated(own))
@@ -221,15 +230,13 @@ def write(
     try:
         _check(members, own, len(content))
     except ValueError as error:
-        raise BundleError(
-            f"bundle {path}: cannot be made, as none would be read: {error}"
-        ) from error
+        raise BundleError(f"bundle {path}: cannot be written: {error}") from error
     write_whole(path, content, mode=0o644)
     return hashlib.sha256(content).hexdigest()
 
 
 def damages(path: Path) -> list[str]:
-    """What is wrong with the bundle at `path`, member by member; BundleError if it is none."""
+    """What is wrong with each member of a bundle; BundleError if there is no whole manifest."""
     with Bundle.open_unchecked(path) as bundle:
         faults = ((name, bundle.fault(name)) for name in bundle.names)
         return [f"{name}: {fault}" for name, fault in faults if fault is not None]
@@ -246,36 +253,15 @@ def is_kernel(name: str, content: bytes) -> bool:
     return about is not None and about.key == entry.key_in(name)
 
 
-def _open_plain(path: Path) -> int:
-    """A handle of a plain file that anybody may have written; a pipe does not make it wait."""
-    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise BundleError(f"bundle {path}: is no plain file")
-    return handle
-
-
 def _size(path: Path, handle: int) -> int:
     size = os.fstat(handle).st_size
     if size > MOST_FILE:
-        raise BundleError(f"bundle {path}: has {size} bytes, and none has more than {MOST_FILE}")
+        raise BundleError(f"bundle {path}: has {size} bytes, more than {MOST_FILE}")
     return size
 
 
-def _pinned(path: Path, handle: int, sha256: str, copy: BinaryIO | None = None) -> None:
-    """Hash a file, and copy it where that is asked for; BundleError if it is another one."""
-    _size(path, handle)
-    total = hashlib.sha256()
-    for piece in _pieces(handle):
-        total.update(piece)
-        if copy is not None:
-            copy.write(piece)
-    if total.hexdigest() != sha256.strip().lower():
-        raise BundleError(f"bundle {path}: its sha256 is {total.hexdigest()}, not {sha256}")
-
-
 def _pieces(handle: int) -> Iterator[bytes]:
-    """The content of a file, not much further than a bundle goes: it may grow meanwhile."""
+    """The content of a file, bounded: the file may grow while it is read."""
     at = 0
     while at <= MOST_FILE and (piece := os.pread(handle, 1 << 20, at)):
         yield piece
@@ -283,17 +269,22 @@ def _pieces(handle: int) -> Iterator[bytes]:
 
 
 def _parsed(content: bytes | None) -> tuple[dict[str, Member], Mapping[str, Any]]:
-    """The members that a manifest tells of, and what else it says; ValueError, among others."""
+    """The members of a manifest, not yet checked, and the rest of it."""
     if content is None:
-        raise ValueError("it is not what its hash is of")
+        raise ValueError("its size or sha256 is another")
     if sum(map(content.count, (b",", b"[", b"{"))) * _VALUE_BYTES > len(content) + 1000:
         raise ValueError("it has too many values for its size")
     manifest = json.loads(content)
-    return {name: Member(**about) for name, about in manifest.pop("files").items()}, manifest
+    members = {}
+    for name, about in manifest.pop("files").items():
+        if not isinstance(about, dict) or about.keys() != _FIELDS:
+            raise ValueError(f"{name!r} is not an object of {', '.join(_FIELDS)}")
+        members[name] = Member(**about)
+    return members, manifest
 
 
 def _check(members: Mapping[str, Member], own: Member, end: int) -> None:
-    """ValueError if these cannot be the members of a file of `end` bytes; `own`: the manifest."""
+    """ValueError if a file of `end` bytes cannot have these members and the manifest `own`."""
     if end > MOST_FILE:
         raise ValueError(f"{end} bytes are more than {MOST_FILE}")
     own.check(_MOST_MANIFEST)
@@ -314,7 +305,7 @@ def _check(members: Mapping[str, Member], own: Member, end: int) -> None:
 
 
 def _write_zip(file: BinaryIO, files: Mapping[str, bytes]) -> tuple[dict[str, Member], Member]:
-    """Where the files and the manifest stand in it."""
+    """The members that were written, and the manifest."""
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         members = {name: _add(archive, name, content) for name, content in files.items()}
         keys = [entry.key_in(name) for name in files if name.startswith(KERNELS)]

@@ -23,7 +23,7 @@ from gristmill.jit.file_lock import locked_file
 from gristmill.jit.folder import (
     PART,
     UntrustedError,
-    make_private,
+    make_folders,
     names_in,
     read_file,
     remove_stale_parts,
@@ -292,10 +292,8 @@ def _usable_folder() -> Path | None:
 
 
 def _is_prepared(place: Path) -> bool:
-    top = settings().cache_dir
-    assert top is not None
     try:
-        make_private(place, top)
+        make_folders(place)
     except OSError as error:
         _warn(place, f"cannot be created ({error.strerror})")
         return False

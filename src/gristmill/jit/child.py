@@ -1,98 +1,71 @@
-"""How another Python is started, and what it may import: nothing from the current folder.
+"""Commands that start another Python, which imports nothing from the current folder.
 
-Others may be able to write to the folder that a program runs in, and `python -c`, `python -m` and
-an empty or relative entry of PYTHONPATH all import from it. So a child is started isolated
-(`python -I`), which also ignores every variable of Python's own, and is given its import path: of
-the entries of this process, in their order,
-
-- what an isolated Python has anyway: the standard library, site-packages, the lines of .pth files;
-- what PYTHONPATH names with an absolute path, and the user's own site-packages;
-- what else is in `sys.path`, where only the user and root can write to it, and it is not the
-  current folder, now or when this module was imported.
-
-gristmill itself is the one of this process, wherever it was found.
+Others may be able to write to the current folder, and `python -c`, `python -m` and an empty entry
+of `sys.path` or PYTHONPATH import from it. A child is therefore started isolated (`python -I`),
+which also ignores Python's own environment variables. Its `sys.path` is that of this process,
+without relative entries and without the current folder, followed by the entries that an isolated
+Python has by default. `gristmill` is always the package of this process, wherever it was found.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
-import site
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
-from gristmill.jit.folder import why_untrusted
 from gristmill.settings import path_variables
 
 _BEGIN = """
 import json, os, sys
 from importlib.util import module_from_spec, spec_from_file_location
-told = json.loads(sys.argv.pop(1))
-os.environ.update(told["environment"])
-path = [entry for entry, taken in told["path"] if taken or entry in sys.path]
-sys.path[:] = path + [entry for entry in sys.path if entry not in path]
+given = json.loads(sys.argv.pop(1))
+os.environ.update(given["environment"])
+sys.path[:] = given["path"] + [entry for entry in sys.path if entry not in given["path"]]
 class Gristmill:
     @staticmethod
     def find_spec(name, path=None, target=None):
-        return spec_from_file_location(name, told["package"]) if name == "gristmill" else None
+        return spec_from_file_location(name, given["package"]) if name == "gristmill" else None
 sys.meta_path.insert(0, Gristmill)
 """
-# To begin a script with: an empty stand-in for the package, whose modules can be imported. All of
-# it takes 2 s, for it imports torch.
+# Put at the start of a script, it makes `gristmill` an empty package. Its modules can be imported
+# without importing torch, which takes 2 s.
 MODULES_ONLY = 'sys.modules["gristmill"] = module_from_spec(Gristmill.find_spec("gristmill"))'
 _PACKAGE = Path(__file__).absolute().parent.parent
 
 
 def command(script: str, *words: str, environment: Mapping[str, str] | None = None) -> list[str]:
-    """The command of a Python that runs `script`, a constant, with `words` as `sys.argv[1:]`.
+    """The command that runs `script`, a constant, in a new Python with `words` as `sys.argv[1:]`.
 
-    `environment` is added to what the child inherits, as are the settings that are paths: they mean
-    the same in any folder. OSError if this process does not know its Python.
+    The child inherits the environment of this process. The settings that are paths are added as
+    absolute paths, then `environment`. Start it in another folder: what it starts itself may import
+    from the current one. Raises FileNotFoundError if `sys.executable` is empty.
     """
     if not sys.executable:
         raise FileNotFoundError("sys.executable is empty: no other Python can be started")
-    told = {
+    given = {
         "environment": {**path_variables(), **(environment or {})},
-        "path": list(_entries()),
+        "path": [entry for entry in sys.path if _is_importable(entry)],
         "package": str(_PACKAGE / "__init__.py"),
     }
     flags = ["-I", "-B"] if sys.dont_write_bytecode else ["-I"]
-    return [sys.executable, *flags, "-c", _BEGIN + script, json.dumps(told), *words]
+    return [sys.executable, *flags, "-c", _BEGIN + script, json.dumps(given), *words]
 
 
-def _entries() -> Iterator[tuple[str, bool]]:
-    """The entries of `sys.path` that a child takes; False: only if it has them anyway."""
-    searched = "" if sys.flags.ignore_environment else os.environ.get("PYTHONPATH", "")
-    named = {entry for entry in searched.split(os.pathsep) if os.path.isabs(entry)}
-    # Python has made these absolute when it started.
-    relative = {"", *searched.split(os.pathsep)} - named
-    current = {Path(place, entry) for place in (_STARTED_IN, _folder()) for entry in relative}
-    if site.ENABLE_USER_SITE and site.USER_SITE:
-        named.add(site.USER_SITE)
-    for entry in sys.path:
-        if not isinstance(entry, str) or not os.path.isabs(entry):
-            continue
-        place = Path(entry)
-        if entry in named:
-            yield entry, True
-        elif not any(_is_same(place, one) for one in current):
-            yield entry, place.is_dir() and why_untrusted(place, place) is None
-
-
-def _is_same(one: Path, other: Path) -> bool:
-    try:
-        return one.samefile(other)
-    except OSError:  # one of them is not there
+def _is_importable(entry: object) -> bool:
+    """Whether a child may import from this entry of `sys.path`."""
+    if not isinstance(entry, str) or not Path(entry).is_absolute():
         return False
+    for folder in (_STARTED_IN, Path()):
+        with contextlib.suppress(OSError):  # one of them was deleted
+            if Path(entry).samefile(folder):
+                return False
+    return True
 
 
-def _folder() -> str:
-    try:
-        return os.getcwd()
-    except FileNotFoundError:  # it has been deleted: nothing can be in it
-        return ""
-
-
-# The program may go elsewhere later.
-_STARTED_IN = _folder()
+try:
+    # The program may change its folder later, but `python -m` keeps this one in `sys.path`.
+    _STARTED_IN = Path.cwd()
+except FileNotFoundError:  # deleted: nothing can be imported from it
+    _STARTED_IN = Path()

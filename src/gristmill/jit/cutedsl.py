@@ -182,7 +182,7 @@ def _dsl() -> Any:
     found = release(cutlass)
     if found is None:
         raise CompilerUnavailable(
-            f"the CuTe DSL does not tell its version; install it with: {EXTRA}"
+            f"the CuTe DSL does not say its version; install it with: {EXTRA}"
         )
     if found < _LEAST:
         raise CompilerUnavailable(

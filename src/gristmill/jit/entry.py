@@ -2,9 +2,9 @@
 
     magic | sha256 of all that follows | length of the header | header (JSON) | cubin
 
-The header says what the cubin is and who made it. Whatever does not read back exactly, or has a
-value of another kind than is written, is None: a damaged file is a kernel that is not there, never
-an error.
+The header says what the cubin is and which compiler made it. Content that does not have this
+format, or has a header field of another type, is None: a damaged file counts as missing and is
+never an error.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ SUFFIX = ".kernel"
 _MAGIC = b"gristmill kernel 1\n"
 _LENGTH = struct.Struct("<I")
 _HASH_BYTES = 32
-# Headers have some 1 KB; read as JSON, one could take 25 times its size in memory.
+# Headers have 1 KB. Parsed, JSON takes up to 50 times its size in memory.
 _MOST_HEADER = 4 * 1024 * 1024
-_TEXTS = ("key", "source", "arch", "compiler", "headers", "log")
-_MOST_FACT = 2**31  # all are numbers of bytes or threads of one block
+_WORDS = ("key", "source", "arch", "compiler", "headers")
+_MOST_FACT = 2**31  # facts are numbers of bytes or threads of a block
 
 
 @dataclass(frozen=True)
@@ -136,15 +136,21 @@ def _parsed(content: bytes) -> tuple[dict[str, Any], bytes] | None:
 
 
 def _is_header(found: Any) -> bool:
-    """Whether all that `encode` writes is there, each of its kind."""
-    if not isinstance(found, dict) or not all(isinstance(found.get(one), str) for one in _TEXTS):
+    """Whether every field that `encode` writes is there and has the type that it writes."""
+    if not isinstance(found, dict) or not all(_is_word(found.get(one)) for one in _WORDS):
         return False
     names, lowered, facts = found.get("names"), found.get("lowered"), found.get("facts")
     return (
-        isinstance(names, list)
-        and all(isinstance(one, str) for one in names)
+        isinstance(found.get("log"), str)
+        and isinstance(names, list)
+        and all(map(_is_word, names))
         and isinstance(lowered, dict)
-        and all(isinstance(one, str) for one in lowered.values())
+        and all(map(_is_word, lowered.values()))
         and isinstance(facts, dict)
         and all(type(one) is int and 0 <= one < _MOST_FACT for one in facts.values())
     )
+
+
+def _is_word(found: Any) -> bool:
+    # A text that is not printable may not be encodable, or may control a terminal.
+    return isinstance(found, str) and found.isprintable()

@@ -1,8 +1,8 @@
-"""Folders that only their owner can write to, and files that are whole or not there.
+"""Folders and files that only the user and root can write to, and atomic writes.
 
-A kernel that is read from a file runs with the user's rights, so it is read only from a folder, and
-from a file in it, that nobody but the user and root could have written. What is checked is what was
-opened, not what a path meant a moment ago.
+A kernel that is read from a file runs with the user's rights. So it is read only from a folder that
+only the user and root can write to, and from a file of which the same is true. Handles are checked,
+not paths: a path may name another file a moment later.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def why_untrusted(folder: Path, top: Path) -> str | None:
 def read_file(folder: Path, name: str, most: int = MOST_BYTES) -> bytes:
     """The content of a file in `folder`, which `why_untrusted` has nothing against.
 
-    OSError if it is not there, is no plain file, is larger than `most`, or if it or the folder
-    could have been written by others.
+    OSError if it does not exist, is not a regular file, is larger than `most`, or if others can
+    write to it or to the folder.
     """
     place = open_folder(folder)
     try:
@@ -65,17 +65,20 @@ def read_file(folder: Path, name: str, most: int = MOST_BYTES) -> bytes:
 
 
 def read_plain(path: Path, most: int = MOST_BYTES) -> bytes:
-    """The content of a file that anybody may have written, if it is a plain one and not larger."""
+    """The content of a regular file, whoever can write to it, if it is not larger than `most`."""
+    return _content(open_plain(path), str(path), most)
+
+
+def open_plain(path: Path) -> int:
+    """A handle of a regular file, whoever can write to it. Does not wait for a pipe's writer."""
     handle = os.open(path, os.O_RDONLY | _FILE)
     try:
-        plain = stat.S_ISREG(os.fstat(handle).st_mode)
+        if stat.S_ISREG(os.fstat(handle).st_mode):
+            return handle
+        raise OSError(f"{path} is not a regular file")
     except BaseException:
         os.close(handle)
         raise
-    if not plain:
-        os.close(handle)
-        raise OSError(f"{path} is no plain file")
-    return _content(handle, str(path), most)
 
 
 def open_folder(folder: Path) -> int:
@@ -85,12 +88,12 @@ def open_folder(folder: Path) -> int:
 
 
 def open_file(name: str | Path, folder: int | None = None) -> int:
-    """A handle of a plain file that only the user and root can write to, for reading.
+    """A handle of a regular file that only the user and root can write to, for reading.
 
-    `folder` is the handle of the folder that `name` stands in. A pipe does not make it wait.
+    `folder` is the handle of the folder that `name` is in. Does not wait for a pipe's writer.
     """
     handle = os.open(name, os.O_RDONLY | _FILE, dir_fd=folder)
-    return _checked(handle, str(name), plain=True)
+    return _checked(handle, str(name), regular=True)
 
 
 def _content(handle: int, name: str, most: int) -> bytes:
@@ -115,16 +118,10 @@ def names_in(folder: Path, prefix: str = "", suffix: str = "") -> list[str]:
     return sorted(name for name in names if name.startswith(prefix) and name.endswith(suffix))
 
 
-def make_private(folder: Path, top: Path) -> None:
-    """Make `folder`, `top` and what is missing above them: `make_folders`."""
-    assert folder.is_relative_to(top)
-    make_folders(folder)
-
-
 def make_folders(folder: Path) -> None:
-    """Make `folder` and those above it that are missing, each 0700, whatever the umask.
+    """Make `folder` and its missing parents, each with mode 0700 whatever the umask.
 
-    A parent that the group can write to would not be trusted. Folders that exist stay as they are.
+    Folders that exist are not changed.
     """
     missing = [one for one in (folder, *folder.parents) if not one.exists()]
     for one in reversed(missing):
@@ -138,16 +135,16 @@ def make_folders(folder: Path) -> None:
 
 
 def write_whole(path: Path, content: bytes, mode: int = 0o600) -> None:
-    """Write a file so that a reader sees either all of it or what was there before.
+    """Write a file in one step: a reader sees either all of it or what was there before.
 
-    It gets `mode`, whatever the umask. Where others can write to its folder they may have put a
-    link in the place of the temporary file: so the mode is that of the handle, not of a name.
+    It gets `mode`, whatever the umask. The mode is set through the handle: in a folder that others
+    can write to, the temporary file's name may have become a link to another file.
     """
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PART)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
-            if hasattr(os, "fchmod"):  # else Windows, where a file has no such mode
+            if hasattr(os, "fchmod"):  # Windows has no such modes
                 os.fchmod(handle, mode)
         Path(name).replace(path)
     except BaseException:
@@ -175,23 +172,26 @@ def stale_parts(folder: Path) -> Iterator[Path]:
 
 
 def _restore_mode(folder: Path) -> None:
-    """Give the owner of a new folder what the umask has taken, by a handle that needs no rights."""
-    if hasattr(os, "O_PATH"):
+    """Give a new folder the mode 0700 where the umask has taken a part of it, without following a
+    link that has replaced it.
+    """
+    if hasattr(os, "O_PATH"):  # opens a folder of mode 0000
         handle = os.open(folder, os.O_PATH | os.O_NOFOLLOW | _FOLDER)
         try:
-            if stat.S_IMODE(os.fstat(handle).st_mode) & 0o777 != 0o700:
-                os.chmod(f"/proc/self/fd/{handle}", 0o700)
+            if os.fstat(handle).st_mode & 0o777 != 0o700:
+                Path(f"/proc/self/fd/{handle}").chmod(0o700)
         finally:
             os.close(handle)
     elif os.chmod in os.supports_follow_symlinks:
-        os.chmod(folder, 0o700, follow_symlinks=False)
+        folder.chmod(0o700, follow_symlinks=False)
 
 
-def _checked(handle: int, name: str, plain: bool = False) -> int:
+def _checked(handle: int, name: str, regular: bool = False) -> int:
+    """`handle`, if only the user and root can write to its file or folder."""
     try:
         found = os.fstat(handle)
-        if plain and not stat.S_ISREG(found.st_mode):
-            raise UntrustedError(f"{name} is no plain file")
+        if regular and not stat.S_ISREG(found.st_mode):
+            raise UntrustedError(f"{name} is not a regular file")
         if reason := _why_unsafe(found):
             raise UntrustedError(f"{name} {reason}")
     except BaseException:

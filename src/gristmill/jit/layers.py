@@ -105,7 +105,7 @@ class BundleLayer:
 
 
 def is_bundle(path: Path) -> bool:
-    """Whether `path` is a file, and so a bundle if it is a layer; False where that is not known."""
+    """Whether the layer at `path` is a bundle and not a folder; False if it cannot be looked at."""
     try:
         return path.is_file()
     except OSError:

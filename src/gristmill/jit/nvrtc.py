@@ -118,10 +118,8 @@ def _include_dirs() -> list[Path]:
     wheels = [Path(place) for place in (spec and spec.submodule_search_locations) or ()]
     folders = [place / "cu13" / "include" for place in wheels]
     try:
-        from cuda.pathfinder import find_nvidia_header_directory
-
         # Knows conda's layout, CUDA_HOME and the usual system folders.
-        found = find_nvidia_header_directory("cudart")
+        found = imported("cuda.pathfinder").find_nvidia_header_directory("cudart")
     except Exception:  # an optional helper: whatever it says, its answer is "not found"
         found = None
     return [*folders, Path(found)] if found else folders

@@ -1,4 +1,4 @@
-"""Packages that need not be there: what a broken one raises is a reason, as a missing one is."""
+"""Optional packages: a broken one is reported with a reason, like a missing one."""
 
 from __future__ import annotations
 
@@ -10,34 +10,33 @@ from typing import Any
 from gristmill.log import one_line
 
 _RELEASE = re.compile(r"(\d+)\.(\d+)")
-# Module -> why it cannot be imported. A second attempt would meet what the first has left in
-# sys.modules, and fail with another error, or not at all.
+# Module -> why its import failed. It is not tried again: what the first attempt has left in
+# sys.modules would make a second one fail with another error, or succeed.
 _broken: dict[str, str] = {}
 
 
 class NotImportableError(Exception):
-    """A module cannot be imported; the message is the reason."""
+    """A module cannot be imported; the message is the reason, in one line."""
 
 
 def imported(name: str) -> Any:
-    """The module of this name; NotImportableError, always with the same reason, if it fails.
+    """The module `name`. Raises NotImportableError, always with the same reason, if it fails.
 
-    One that is not there is looked for again at the next call: it may have been installed.
+    A module that is not installed is looked for again at the next call.
     """
     if name in _broken:
         raise NotImportableError(_broken[name])
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
-        reason = why(error)
-        absent = isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")
-        if not absent:
+        reason = _reason(error)
+        missing = isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")
+        if not missing:
             _broken[name] = reason
         raise NotImportableError(reason) from error
 
 
-def why(error: BaseException) -> str:
-    """What an import has raised, in one line: the message of an ImportError says all."""
+def _reason(error: BaseException) -> str:
     message = one_line(error)
     if message and isinstance(error, ImportError):
         return message
@@ -50,15 +49,15 @@ def forget_broken() -> None:
 
 
 def release(module: Any) -> tuple[int, int] | None:
-    """Major and minor version as a package tells it; None where it does not."""
+    """Major and minor version of a module; None if its `__version__` does not say."""
     match = _RELEASE.match(str(getattr(module, "__version__", "")))
     return None if match is None else (int(match[1]), int(match[2]))
 
 
 def installed_version(distribution: str) -> str:
-    """The version that is said to be installed; "" if none is, or it is not said."""
+    """The version in the metadata of an installed distribution; "" if there is none."""
     try:
         found: object = importlib.metadata.version(distribution)
-    except Exception:  # not there; what describes it may also be damaged in any way
+    except Exception:  # not installed, or damaged metadata
         return ""
     return found if isinstance(found, str) else ""

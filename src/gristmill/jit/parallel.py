@@ -83,7 +83,7 @@ def compile_all(
     if count > 1 and settings().jit and cache.is_writable():
         with contextlib.closing(_in_workers(missing, arch, count)) as results:
             for result in results:
-                # A worker that could not write, or had no compiler, has compiled for nobody.
+                # A worker may have been unable to write, or to import the compiler.
                 if result.how == "failed" or cache.is_in_folder(result.program, arch):
                     missing.remove(result.program)
                     if result.how == "compiled":
@@ -103,9 +103,9 @@ def worker_count(programs: int) -> int:
 
 
 def work() -> None:
-    """The life of a worker: programs come on stdin, one a line, and results go to stdout.
+    """The loop of a worker: programs come on stdin, one a line, and results go to stdout.
 
-    "unable": it has not found the compiler, which may yet be there for who has started it.
+    `how` is also "unable": the compiler is not importable here, but may be in the parent.
     """
     # What compilers print must not get between the answers.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -115,8 +115,8 @@ def work() -> None:
     for line in sys.stdin:
         arch, _, text = line.partition(" ")
         result = _compiled_here(from_text(text, anywhere=True), arch)
-        lacking = result.error.startswith(CompilerUnavailable.__name__)
-        how = "unable" if lacking else result.how
+        unable = result.error.startswith(CompilerUnavailable.__name__)
+        how = "unable" if unable else result.how
         answers.write(json.dumps([how, result.seconds, result.error]) + "\n")
         answers.flush()
 
@@ -142,7 +142,7 @@ class _Worker:
     def __init__(self) -> None:
         self._process = subprocess.Popen(
             child.command(_SCRIPT),
-            cwd=os.path.abspath(os.sep),  # compilers and loaders look into the current folder, too
+            cwd=os.sep,  # compilers and the dynamic loader may read files of the current folder
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -176,7 +176,7 @@ class _Worker:
 
 
 def _absolute(program: Compilable) -> Compilable:
-    """`program` as it is called in any folder."""
+    """`program` with an absolute root: workers are in another folder."""
     assert isinstance(program, Program | PythonProgram)
     if program.root is None:
         return program

@@ -163,7 +163,7 @@ def _triton() -> Any:
         raise CompilerUnavailable(f"Triton cannot be imported ({error}); {_INSTALL}") from error
     found = release(triton)
     if found is None:
-        raise CompilerUnavailable(f"Triton does not tell its version; {_INSTALL}")
+        raise CompilerUnavailable(f"Triton does not say its version; {_INSTALL}")
     if found < (3, 6):
         raise CompilerUnavailable(
             f"Triton {triton.__version__} is older than 3.6, the first that compiles gristmill's "

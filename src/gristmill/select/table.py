@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,7 +111,8 @@ class Table:
         """Add a row; one with the same key is replaced."""
         # First the row, then the hint that leads to it: other threads may be looking.
         self.rows[row.key] = row
-        self._split(row.family, (row.hint,))
+        family, hint = _split(row.key)
+        self._split(family, (hint,))
 
     def split_as(self, other: Table) -> None:
         """Know the hints of `other`, so that a row here speaks for no bucket that it has split."""
@@ -121,7 +121,8 @@ class Table:
 
     def _split(self, family: str, hints: Sequence[int]) -> None:
         known = self._hints.get(family, HINTS)
-        self._hints[family] = tuple(sorted({*known, *hints}))
+        if family not in self._hints or not set(hints) <= set(known):
+            self._hints[family] = tuple(sorted({*known, *hints}))
 
     def save(self, path: Path) -> None:
         """Merge these rows into the file at `path` and write it in one atomic step.
@@ -214,7 +215,7 @@ def _natural(row: Row) -> list[tuple[int, str]]:
 def parse(text: str, where: str) -> Table:
     """A table from its text; TableError, naming `where`, for anything that is not one."""
     try:
-        data = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant)
+        data = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise TableError(f"table {where}: is not JSON: {error}") from error
     if not isinstance(data, dict):
@@ -241,14 +242,6 @@ def parse(text: str, where: str) -> Table:
             raise TableError(f"table {where}: row {number}: {error}") from error
         table.put(row)
     return table
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"an object has {_said(name)} twice")
-    return found
 
 
 def _no_constant(name: str) -> Any:
@@ -295,9 +288,9 @@ def _config(entry: Mapping[str, Any]) -> dict[str, Any] | None:
     if not (config is None or isinstance(config, dict)):
         raise ValueError(f"'config' must be an object or null, got {_said(config)}")
     for name, value in (config or {}).items():
-        for one in value if isinstance(value, list) else (value,):
-            if isinstance(one, (list, dict)):
-                raise ValueError(f"'config' must have plain values, got {_said(one)} in {name!r}")
+        if type(value) is dict or (type(value) is list and not _PLAIN.issuperset(map(type, value))):
+            said = f"got {_said(value)} in {_said(name)}"
+            raise ValueError(f"'config' must have plain values, {said}")
     return config
 
 
@@ -331,6 +324,7 @@ def _time(entry: Mapping[str, Any], name: str) -> float:
 
 
 _KINDS = {str: "a string", int: "an integer", list: "a list", dict: "an object"}
+_PLAIN = frozenset((str, int, float, bool, type(None)))
 
 
 def _said(value: Any) -> str:

@@ -185,6 +185,7 @@ class _Worker:
         try:
             self._process = subprocess.Popen(
                 child.command(_SCRIPT, _CHILD, json.dumps(told)),
+                cwd=os.sep,  # torch starts Pythons of its own, which import from there
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._said,

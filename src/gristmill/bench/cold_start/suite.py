@@ -159,7 +159,7 @@ class _Caches:
 
     @staticmethod
     def _of(place: Path, layers: Path | str = "") -> dict[str, str]:
-        # Whatever is set for other runs is not what is measured (empty is as good as unset).
+        # Settings of other runs must not take part. An empty value means the default.
         return {
             **{variable.name: "" for variable in VARIABLES},
             "GRISTMILL_CACHE_DIR": str(place),

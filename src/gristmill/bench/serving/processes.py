@@ -89,7 +89,7 @@ def start(
     with (place / "log").open("wb") as log:
         process = subprocess.Popen(
             command,
-            cwd=place,  # an engine starts Pythons of its own, which may import from here
+            cwd=place,  # an engine starts Pythons of its own, which import from there
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
