@@ -16,9 +16,9 @@ names; with --all also what shows nothing new is run.
 results are checked.
 
 What no tool sees: races in global memory and in the shared memory of other blocks of a cluster; by
-racecheck, what the copy engine (TMA) writes and the tensor cores' asynchronous reads of shared
-memory. tests/emulation stops at those, as far as it knows the instruction. What single tools do not
-see is in sanitize_blind.py.
+racecheck, what tensor copies write and the tensor cores' asynchronous reads of shared memory.
+tests/emulation stops at those, as far as it knows the instruction. What single tools do not see is
+in sanitize_blind.py.
 """
 
 from __future__ import annotations
@@ -351,7 +351,7 @@ def started(
     *,
     every_lane: bool = False,
 ) -> list[Future[Outcome]]:
-    """Processes under `tool` that together do `some`; with `every_lane` they accept nothing."""
+    """Start processes that run `some` under `tool`; with `every_lane` no report is accepted."""
     waiting = []
     for number, names in enumerate(shards(some, driver.options.jobs, tool)):
         name = f"{number}-every-lane" if every_lane else f"{number}"
@@ -363,7 +363,7 @@ def started(
 
 
 def sanitized(driver: Driver, tools: Sequence[str], some: list[Run], kernels: set[str]) -> int:
-    """Runs `some` under each tool; what of `kernels` is never launched is a finding, too.
+    """Runs `some` under each tool; a kernel that is never launched is a finding.
 
     racecheck then looks at kernels with rings once more, with an arrival of every lane.
     """

@@ -28,7 +28,7 @@ class Access:
 
 @dataclass(frozen=True)
 class Place:
-    """The one statement with `text` in `file`, in a function or in what was inlined into it."""
+    """The only statement with `text` in `file`, in `function` or in code inlined into it."""
 
     kind: str
     function: str
@@ -53,7 +53,7 @@ class Accepted:
     reason: str
 
     def covers(self, tool: str, run: str, accesses: Iterable[Access]) -> bool:
-        """Whether this is about a report with these accesses: a write, and reads of `places`."""
+        """Whether the report is one of a write and a read, all of them at `places`."""
         found = tuple(accesses)
         if tool != self.tool or variant_of(run) not in self.variants:
             return False
@@ -76,13 +76,14 @@ ACCEPTED = (
         ),
         reason=(
             "32 lanes of a warp read a slot of the ring and one of them gives it back. racecheck "
-            "takes the reads of the other 31 as unordered with the copy that fills the slot next. "
-            "They are ordered: a lane decodes what it reads into operands of a wgmma, which is one "
-            "operation of all lanes, and the lane that gives the slot back has waited for that "
-            "operation by wgmma.wait_group. So every read has returned its value before the "
-            "arrival, and the producer waits for the arrival before it copies "
-            "(docs/kernel-rules.md). The same kernels also run with an arrival of every lane, "
-            "where no report is accepted."
+            "reports the reads of the other 31 as unordered with the copy that fills the slot "
+            "next. They are ordered by data flow: a lane decodes what it reads into operands of a "
+            "wgmma, which is one operation of all lanes and completes only after their loads have "
+            "returned. The lane that gives the slot back has waited for it by wgmma.wait_group, "
+            "and the producer waits for that arrival before it copies (docs/kernel-rules.md). The "
+            "same kernels also run with an arrival of every lane, where no report is accepted. "
+            "That the arrival follows the wait is checked by the emulation "
+            "(tests/kernels/test_emulated_ring_order.py)."
         ),
     ),
 )

@@ -25,11 +25,11 @@ WITHOUT_CUBLAS = ("racecheck", "initcheck")
 # Sources whose warps take slots out of a ring and give each back by one lane. racecheck orders what
 # a thread has read before what comes after a barrier only if that thread itself arrives there, so
 # it reports the other 31 lanes of each warp (sanitize_accepted.py says why these are in order).
-# Their programs have line numbers under racecheck, which change no instruction: what is accepted is
-# told by its lines.
+# Their programs have line numbers under racecheck, which change no instruction: accepted reports
+# are identified by source line.
 RINGS = ("nvfp4_wgmma.cu", "nvfp4_moe.cu")
 LINES = "--generate-line-info"
-# The same rings with an arrival of every lane, which changes nothing else: nothing is accepted.
+# The same rings with an arrival of every lane and no other change: no report is accepted.
 EVERY_LANE = (
     ("barrier_init(empty + i, CONSUMERS / 32);", "barrier_init(empty + i, CONSUMERS);"),
     ("if (lane == 0) barrier_arrive(empty + last);", "barrier_arrive(empty + last);"),

@@ -1,18 +1,23 @@
-"""Instantiations of nvfp4_wgmma.cu, one of each kind, and problems for them."""
+"""Instantiations of nvfp4_wgmma.cu, one of each kind, problems for them, and how to run them."""
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass, field
 
 import torch
+from emulation.harness import Emulator, Traffic, readable, tensor_map, writable
 from exact import UNIT
 
-from gristmill.formats.nvfp4 import e2m1
+from gristmill.formats.nvfp4 import e2m1, fragments
 from gristmill.jit import Program
 from gristmill.ops.nvfp4_linear.wgmma_configs import WgmmaConfig
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 NAMES = {BF16: "bf16", F16: "f16", F32: "float"}
+BIAS_KINDS = {None: 0, F32: 1, BF16: 2, F16: 3}
+PARAMS = struct.Struct("@128sQQQQQiIIIIIIII")
+ORDERS = (0, 1, 2)
 
 
 @dataclass(frozen=True)
@@ -159,3 +164,60 @@ def fitting(kernel: Kernel, size: tuple[int, int, int]) -> tuple[int, int, int]:
     while (kernel.split - 1) * -(-chunks // kernel.split) >= chunks:
         chunks += 1
     return tokens, rows, max(columns, 64 * chunks - 48)
+
+
+@dataclass
+class Lab:
+    """Launches the kernel in the emulation."""
+
+    emulator: Emulator
+
+    def run(
+        self,
+        kernel: Kernel,
+        problem: Problem,
+        *,
+        clusters: int | None = None,
+        group: int = 2,
+        order: int = 0,
+        dependent: bool = True,
+        short: int = 0,
+    ) -> tuple[torch.Tensor, Traffic]:
+        """y; `clusters` do all tiles in turn, `short` bytes of shared memory are missing."""
+        tokens, _ = problem.x.shape
+        codes, scales = fragments.pack(problem.codes, problem.scales)
+        rows = problem.row_scale.numel()
+        slabs, chunks, _ = codes.shape
+        share = -(-chunks // kernel.split)
+        assert (kernel.split - 1) * share < chunks, "a block of the cluster would have nothing"
+        token_tiles = -(-tokens // kernel.tokens)
+        row_units = -(-slabs // kernel.row_groups)
+        y = torch.full((tokens, rows), float("nan"), dtype=kernel.out)
+        bias = problem.bias
+        given = [problem.x, codes, scales, problem.row_scale]
+        params = PARAMS.pack(
+            tensor_map(problem.x, kernel.tokens, 64),
+            codes.data_ptr(),
+            scales.data_ptr(),
+            problem.row_scale.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            y.data_ptr(),
+            BIAS_KINDS[None if bias is None else bias.dtype],
+            *(tokens, rows, slabs, chunks, share, token_tiles, row_units, group),
+        )
+        traffic = self.emulator.launch(
+            kernel.program,
+            kernel.name,
+            params,
+            grid=kernel.split * min(clusters or 1 << 30, token_tiles * row_units),
+            block=kernel.threads,
+            shared=kernel.shared - short,
+            cluster=kernel.split,
+            dependent=dependent,
+            buffers=[
+                *(readable(tensor) for tensor in (*given, *([] if bias is None else [bias]))),
+                writable(y),
+            ],
+            order=order,
+        )
+        return y, traffic

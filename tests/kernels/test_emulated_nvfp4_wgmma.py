@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import struct
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
-from emulation.harness import (
-    EmulationError,
-    Emulator,
-    Traffic,
-    emulator_for,
-    readable,
-    tensor_map,
-    writable,
-)
+from emulation.harness import EmulationError, emulator_for
 from exact import Range
 from nvfp4_wgmma_cases import (
     BF16,
@@ -23,79 +14,18 @@ from nvfp4_wgmma_cases import (
     F16,
     F32,
     KERNELS,
+    ORDERS,
     SPLITS,
     Kernel,
-    Problem,
+    Lab,
     fitting,
     problem_of,
 )
-
-from gristmill.formats.nvfp4 import fragments
-
-BIAS_KINDS = {None: 0, F32: 1, BF16: 2, F16: 3}
-PARAMS = struct.Struct("@128sQQQQQiIIIIIIII")
-ORDERS = (0, 1, 2)
-
 
 over_kernels = pytest.mark.parametrize("kernel", EVERY, ids=str)
 
 # Tokens, rows, columns: tails of all three, one of each, less than a piece.
 SIZES = ((1, 16, 16), (5, 64, 64), (21, 208, 336), (70, 272, 1040))
-
-
-@dataclass
-class Lab:
-    emulator: Emulator
-
-    def run(
-        self,
-        kernel: Kernel,
-        problem: Problem,
-        *,
-        clusters: int | None = None,
-        group: int = 2,
-        order: int = 0,
-        dependent: bool = True,
-        short: int = 0,
-    ) -> tuple[torch.Tensor, Traffic]:
-        """y; `clusters` do all tiles in turn, `short` bytes of shared memory are missing."""
-        tokens, _ = problem.x.shape
-        codes, scales = fragments.pack(problem.codes, problem.scales)
-        rows = problem.row_scale.numel()
-        slabs, chunks, _ = codes.shape
-        share = -(-chunks // kernel.split)
-        assert (kernel.split - 1) * share < chunks, "a block of the cluster would have nothing"
-        token_tiles = -(-tokens // kernel.tokens)
-        row_units = -(-slabs // kernel.row_groups)
-        y = torch.full((tokens, rows), float("nan"), dtype=kernel.out)
-        bias = problem.bias
-        given = [problem.x, codes, scales, problem.row_scale]
-        params = PARAMS.pack(
-            tensor_map(problem.x, kernel.tokens, 64),
-            codes.data_ptr(),
-            scales.data_ptr(),
-            problem.row_scale.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-            y.data_ptr(),
-            BIAS_KINDS[None if bias is None else bias.dtype],
-            *(tokens, rows, slabs, chunks, share, token_tiles, row_units, group),
-        )
-        traffic = self.emulator.launch(
-            kernel.program,
-            kernel.name,
-            params,
-            grid=kernel.split * min(clusters or 1 << 30, token_tiles * row_units),
-            block=kernel.threads,
-            shared=kernel.shared - short,
-            cluster=kernel.split,
-            dependent=dependent,
-            buffers=[
-                *(readable(tensor) for tensor in (*given, *([] if bias is None else [bias]))),
-                writable(y),
-            ],
-            order=order,
-        )
-        return y, traffic
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,8 @@ import torch
 from emulated_host import EmulatedHost
 from emulation.harness import EmulationError, Emulator, emulator_for, maps_of_rows
 from nvfp4_moe_cases import SMALL, Mixture
-from nvfp4_wgmma_cases import Kernel, problem_of
+from nvfp4_wgmma_cases import ORDERS, Kernel, Lab, problem_of
 from sanitize_modules import ROOT
-from test_emulated_nvfp4_wgmma import ORDERS, Lab
 
 from gristmill.jit import Program
 from gristmill.ops.nvfp4_moe import wgmma

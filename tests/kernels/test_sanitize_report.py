@@ -183,6 +183,20 @@ def test_a_function_that_is_no_kernel_is_part_of_one_of_ours(
     assert one.kernel == "norm_forward"
 
 
+def test_what_is_accepted_is_listed_here_as_well(tool: SimpleNamespace) -> None:
+    """Whoever accepts more says so in two files."""
+    (one,) = tool.accepted.ACCEPTED
+    assert one.tool == "racecheck"
+    assert one.variants == ("nvfp4_linear/cuda_wgmma", "nvfp4_moe/cuda_wgmma")
+    assert [(place.kind, place.function, place.file, place.text) for place in one.places] == [
+        ("Write", "bulk_copy", "machine.cuh", COPY[2]),
+        ("Read", "decode_piece", "nvfp4.cuh", "decode_row<T>(upper, codes.x, codes.y)"),
+        ("Read", "decode_piece", "nvfp4.cuh", "upper_scales[2] ="),
+        ("Read", "nvfp4_wgmma", "nvfp4_wgmma.cu", LAMBDA[2]),
+        ("Read", "nvfp4_wgmma", "nvfp4_wgmma.cu", "uint2 scales ="),
+    ]
+
+
 def test_what_is_accepted_is_one_statement_each_in_runs_of_rings(tool: SimpleNamespace) -> None:
     ringed = tool.command.ringed(tool.runs.every_run(H200, []))
     variants = {tool.accepted.variant_of(run.name) for run in ringed}
@@ -364,7 +378,8 @@ if "--canary" in words:
     count = 2
 else:
     names = json.load(open(words[words.index("--walk") + 1]))
-    assert names and all(name.startswith("nvfp4_moe/cuda_wgmma") for name in names)
+    for name in names:
+        print("fake: " + name)
     count = 1 if lanes in {racy!r} else 0
     if count:
         print({race!r})
@@ -390,13 +405,45 @@ def test_rings_run_again_with_every_lane_and_nothing_is_accepted_there(
     fake.write_text(RACY.format(python=sys.executable, **words))
     fake.chmod(0o755)
     logs = tmp_path / "logs"
-    options = argparse.Namespace(sanitizer=str(fake), jobs=1, limit=60, logs=logs, options="")
-    some = tool.command.ringed(tool.runs.every_run(H200, ["nvfp4_moe", "cuda_wgmma"]))[:2]
-    assert len(some) == 2
+    # One process where one report is counted, else several.
+    jobs = 1 if racy else 2
+    options = argparse.Namespace(sanitizer=str(fake), jobs=jobs, limit=60, logs=logs, options="")
+    rings = tool.command.ringed(tool.runs.every_run(H200, ["nvfp4_moe", "cuda_wgmma"]))[:3]
+    others = tool.runs.every_run(H200, ["nvfp4_packing"])[:2]
     driver = tool.command.Driver(options)
+    some = [others[0], *rings, others[1]]
     assert tool.command.sanitized(driver, ("racecheck",), some, {"nvfp4_moe"}) == code
     assert ("1 accepted" in capsys.readouterr().out) == (racy == (False,))
-    assert (logs / "racecheck-0-every-lane.txt").is_file()
+    assert _walked(logs, "racecheck-?.txt") == [run.name for run in some]
+    assert _walked(logs, "racecheck-?-every-lane.txt") == [run.name for run in rings]
+
+
+def _walked(logs: Path, pattern: str) -> list[str]:
+    """The runs of the processes with these logs, as the sanitizer of the test writes them."""
+    lines = [line for path in sorted(logs.glob(pattern)) for line in path.read_text().splitlines()]
+    return [line.removeprefix("fake: ") for line in lines if line.startswith("fake: ")]
+
+
+@pytest.mark.parametrize("every_lane", [False, True])
+def test_a_process_arrives_with_every_lane_where_that_is_said(
+    tool: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, every_lane: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    seen: list[bool] = []
+
+    def start(place: str) -> None:
+        text = Program("nvfp4_moe.cu", ("f<1>",)).texts()["nvfp4_moe.cu"]
+        seen.append("barrier_init(empty + i, CONSUMERS);" in text)
+
+    (first, *_) = tool.runs.every_run(H200, ["nvfp4_packing"])
+    monkeypatch.setattr(tool.command, "device_here", lambda: H200)
+    monkeypatch.setattr(tool.command, "chosen", lambda names, device: [replace(first, start=start)])
+    names = tmp_path / "names.json"
+    names.write_text("[]")
+    words = ["--tool", "racecheck", "--walk", str(names), *["--every-lane"] * every_lane]
+    assert tool.command.main(words) == 0
+    assert seen == [every_lane]
 
 
 def test_launches_are_counted_by_function(
