@@ -383,6 +383,10 @@ NONE: Any = [
         *("cuda_wgmma", _moe(layout="fragments"), replace(BOTH, up=(3, 1, 2, 4, 1, 1), tile=192)),
         "tiles of 192 need more registers than 3",
     ),
+    (
+        *("cuda_wgmma", _moe(layout="fragments"), replace(BOTH, down=(3, 1, 2, 4, 1, 1), tile=192)),
+        "tiles of 192 need more registers than 3",
+    ),
     ("cuda_wgmma", _moe(_small(shared=16 << 10), layout="fragments"), BOTH, "bytes of shared"),
 ]
 

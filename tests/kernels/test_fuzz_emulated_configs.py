@@ -64,7 +64,7 @@ class Way:
             if FAMILIES[self.family](op.name)
             for one in op.variants
             if one.name == self.variant
-            if not isinstance(one, RowVariant) or self.feed in one.ways[one.scope]
+            if not isinstance(one, RowVariant) or self.feed in one.feeds_by_scope[one.scope]
         ]
 
 
@@ -74,7 +74,9 @@ def ways(family: str) -> list[Way]:
         if FAMILIES[family](op.name):
             for one in op.variants:
                 if isinstance(one, RowVariant):
-                    found.update({Way(family, one.name, feed): 0 for feed in one.ways[one.scope]})
+                    found.update(
+                        {Way(family, one.name, feed): 0 for feed in one.feeds_by_scope[one.scope]}
+                    )
                 elif one.config_type is RouterConfig:
                     found[Way(family, one.name)] = 0
     return list(found)

@@ -221,6 +221,29 @@ def test_rows_of_a_saved_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         one.load(path, "cpu")
 
 
+def test_names_that_are_not_printable_are_kept_and_agreed_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The keys of a dict are in the keys of a table's rows."""
+    fake_timing(monkeypatch, {"once": 9.0, "twice": 1.0})
+    one = MultiKernel(
+        "of_a_dict",
+        {"once": lambda x: sum(x.values()), "twice": lambda x: 2 * sum(x.values())},
+    )
+    args = ({"a\nb\xa0": torch.ones(64, 8)},)
+    assert one.tune(*args) is not None
+    forget_choices()
+    assert one.explain(*args).source == "user table"
+    assert float(one(*args)[0, 0]) == 2.0
+    # Ranks send each other rows.
+    set_tuning(monkeypatch)
+    forget_choices()
+    monkeypatch.setattr("gristmill.select.sight.agreement", FakeAgreement(None))
+    monkeypatch.setenv("GRISTMILL_TABLE", "off")
+    reload_settings()
+    assert float(one(*args)[0, 0]) == 2.0
+
+
 def test_recorded_calls_are_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def scaled(x: Any, y: Any, scale: float = 1.0, *, flag: bool = False) -> torch.Tensor:
         return y * scale

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +26,7 @@ from gristmill.select import Table, tables_for
 from gristmill.select.chooser import ranked
 from gristmill.select.configs import config_to_json
 from gristmill.select.explain import explain_problem
-from gristmill.select.table import MOST_BYTES, row_to_json
+from gristmill.select.table import MOST_BYTES, row_from_json, row_to_json
 from gristmill.select.tables import remember, user_table_path
 from gristmill.tune.listing import listed, why_stale
 
@@ -67,6 +68,8 @@ BROKEN: list[tuple[str, str]] = [
     ("", "is not JSON"),
     ("{", "is not JSON"),
     ("[" * 100_000, "is not JSON"),
+    ("[" * 1_000_000, "has too many values for its size"),
+    (table().replace('"rows": [', '"rows": [' + "{}, " * 200_000), "has too many values"),
     (table().replace("132", "9" * (1 << 20)), "is not JSON: Exceeds the limit"),
     ("\ufeff" + table(), "is not JSON: Unexpected UTF-8 BOM"),
     ("[]", "must be a JSON object, got a list"),
@@ -93,15 +96,16 @@ BROKEN: list[tuple[str, str]] = [
     (config(order=nested(2)), "row 2: 'config' must have plain values, got a list in 'order'"),
     (config(order=nested(900)), "row 2: 'config' must have plain values"),
     (config(cap={}), "row 2: 'config' must have plain values, got an object in 'cap'"),
-    (config(cap=float("nan")), "is not JSON: NaN is not a number"),
+    (config(cap=float("nan")), "is not JSON: NaN is not a finite number"),
     (row(second=5), "row 2: 'second' must be an object"),
     (row(second={"variant": "x", "us": HUGE}), "row 2: 'us' must be a time in microseconds"),
     *(
         (row(us=value), "row 2: 'us' must be a time in microseconds, got")
         for value in ("1", True, None, -1.0, 10**400)
     ),
-    (row(us=77.5).replace("77.5", "1e999"), "'us' must be a time in microseconds, got inf"),
-    (row(spread_us=float("inf")), "is not JSON: Infinity is not a number"),
+    (row(us=77.5).replace("77.5", "1e999"), "is not JSON: 1e999 is not a finite number"),
+    (config(cap=77.5).replace("77.5", "-1e999"), "is not JSON: -1e999 is not a finite number"),
+    (row(spread_us=float("inf")), "is not JSON: Infinity is not a finite number"),
     (row(times=None), "row 2: 'times' must be an object, got None"),
     (row(times={"first": "1"}), "row 2: 'first' must be a time in microseconds, got '1'"),
     (row(times={"first": HUGE}), "row 2: 'first' must be a time in microseconds"),
@@ -124,8 +128,10 @@ def put(content: str | bytes) -> Path:
     return path
 
 
-def check_ignored(caplog: pytest.LogCaptureFixture, path: Path) -> None:
-    """Calls run by heuristics, and one warning names the file; tuning leaves it as it is."""
+def check_ignored(caplog: pytest.LogCaptureFixture, path: Path, message: str) -> None:
+    """Calls run by heuristics, and one warning names the file and what `message` matches, such as
+    the row. Tuning leaves the file as it is.
+    """
     before = path.read_bytes() if path.is_file() else None
     for _ in range(2):
         assert [one.source for one in ranked("toy", VARIANTS, problem())] == ["preference"] * 2
@@ -133,6 +139,7 @@ def check_ignored(caplog: pytest.LogCaptureFixture, path: Path) -> None:
     assert all(one.source != "user table" for one in listed(tables_for(H200), H200))
     (said,) = caplog.messages
     assert said.startswith(f"table {path}: ")
+    assert re.search(message, said)
     assert said.endswith("; it is ignored")
     assert len(said) < 400 + len(str(path))
     caplog.clear()
@@ -153,7 +160,7 @@ def test_a_broken_table_is_one_message_that_names_file_and_entry(
         Table.load(path)
     assert len(str(error.value)) < 400 + len(str(path))
     with caplog.at_level(logging.WARNING, "gristmill"):
-        check_ignored(caplog, path)
+        check_ignored(caplog, path, message)
     assert time.perf_counter() - begin < 5.0
 
 
@@ -188,7 +195,7 @@ def test_what_is_not_a_file_of_text_is_one_message_that_names_it(
     with pytest.raises(TableError, match=rf"^table {path}: cannot be read: .*{message}"):
         Table.load(path)
     with caplog.at_level(logging.WARNING, "gristmill"):
-        check_ignored(caplog, path)
+        check_ignored(caplog, path, message)
     assert time.perf_counter() - begin < 5.0
 
 
@@ -296,6 +303,33 @@ def test_a_row_that_could_not_be_read_is_not_written(
     with pytest.raises(TableError, match=rf"^table {path}: "):
         table_of(odd).save(path)
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("text", ["", "5", "{}", "[" * 100_000, '{"us": NaN}', '{"us": 1e999}'])
+def test_a_row_of_another_rank_that_is_none_is_a_typed_error(text: str) -> None:
+    with pytest.raises(TableError, match=r"^row of a table: "):
+        row_from_json(text)
+
+
+def test_many_sizes_of_one_family_are_read_in_linear_time(tmp_path: Path) -> None:
+    """A call waits for this."""
+    rows = [{**ROW, "key": KEY.replace("rows=1024", f"rows={size}")} for size in range(1, 20_000)]
+    path = tmp_path / "h200.json"
+    path.write_text(table(*rows))
+    begin = time.process_time()
+    assert len(Table.load(path).rows) == len(rows)
+    assert time.process_time() - begin < 5.0
+
+
+@pytest.mark.parametrize("word", ["x=complex64", "x=bool", "x=int64"])
+def test_a_listing_goes_on_at_dtypes_that_no_kernel_has(word: str) -> None:
+    op = OPS["rms_norm"]
+    args = op.example_for(H200, (64, 64), torch.bfloat16)
+    found = op.problem(*args, device=H200)
+    variant = next(one for one in op.variants if one.name == "cuda_block")
+    planted = row_of(found, variant, variant.config(found))
+    assert why_stale(op, planted, H200) == ""
+    assert why_stale(op, replace(planted, key=f"rms_norm rows=64 N=64 {word}"), H200) == ""
 
 
 def test_a_config_that_is_not_a_launch_is_not_compiled_for_a_listing() -> None:

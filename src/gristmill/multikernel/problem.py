@@ -100,7 +100,9 @@ def leaves(arguments: Mapping[str, Any]) -> list[Leaf]:
 def _flat(name: str, value: Any) -> Iterator[Leaf]:
     if isinstance(value, dict) and value:
         for key, item in value.items():
-            yield from _flat(f"{name}.{key}", item)
+            # A table takes printable keys only.
+            word = str(key) if str(key).isprintable() else repr(key)
+            yield from _flat(f"{name}.{word}", item)
     elif isinstance(value, (list, tuple)) and value:
         for position, item in enumerate(value):
             yield from _flat(f"{name}.{position}", item)

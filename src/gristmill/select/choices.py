@@ -46,7 +46,7 @@ def short(value: Any) -> str:
 
 
 def _why_apart(fields: list[str], values: tuple[Any, ...], allowed: Collection[Any]) -> str:
-    """The first of `values` that goes with none of `allowed`, given those before it."""
+    """Name the first field whose value is in no allowed combination with the fields before it."""
     for at, value in enumerate(values):
         left = {one[at] for one in allowed if one[:at] == values[:at]}
         if value not in left:

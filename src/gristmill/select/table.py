@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,9 @@ SCHEMA = 2
 _PATIENCE_S = 5.0
 
 MOST_BYTES = 16 << 20  # the shipped table has 0.6 MB
+# A parsed value takes up to 100 bytes of memory, so there may be at most one in 8 characters, and
+# some more in a small table. The shipped table has 18 characters a value.
+_VALUE_LENGTH, _FREE = 8, 1 << 20
 _LONGEST = 4096  # characters of a string
 _LARGEST = 10**18  # of a row's numbers
 
@@ -109,10 +113,18 @@ class Table:
 
     def put(self, row: Row) -> None:
         """Add a row; one with the same key is replaced."""
-        # First the row, then the hint that leads to it: other threads may be looking.
-        self.rows[row.key] = row
-        family, hint = _split(row.key)
-        self._split(family, (hint,))
+        self.put_all((row,))
+
+    def put_all(self, rows: Iterable[Row]) -> None:
+        """As `put`, for many rows in linear time."""
+        hints: dict[str, set[int]] = {}
+        # First the rows, then the hints that lead to them: other threads may be looking.
+        for row in rows:
+            self.rows[row.key] = row
+            family, hint = _split(row.key)
+            hints.setdefault(family, set()).add(hint)
+        for family, some in hints.items():
+            self._split(family, tuple(some))
 
     def split_as(self, other: Table) -> None:
         """Know the hints of `other`, so that a row here speaks for no bucket that it has split."""
@@ -197,7 +209,7 @@ def revive(row: Row, problem: Problem, variants: Sequence[Variant]) -> tuple[Var
         config = config_from_json(variant.config_type, row.config)
     except ValueError as error:
         return f"config of {row.variant} is malformed: {error}"
-    # Before the hash: what a config would compile can only be asked of one that is a launch.
+    # Before the hash, which is defined only for valid configs.
     reason = variant.rejects(problem, config)
     if reason is not None:
         return f"config of {row.variant} is rejected: {reason}"
@@ -214,9 +226,11 @@ def _natural(row: Row) -> list[tuple[int, str]]:
 
 def parse(text: str, where: str) -> Table:
     """A table from its text; TableError, naming `where`, for anything that is not one."""
+    if sum(map(text.count, ",[{")) * _VALUE_LENGTH > len(text) + _FREE:
+        raise TableError(f"table {where}: has too many values for its size")
     try:
-        data = json.loads(text, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
+        data = _json(text)
+    except ValueError as error:
         raise TableError(f"table {where}: is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise TableError(f"table {where}: must be a JSON object, got {_said(data)}")
@@ -233,19 +247,32 @@ def parse(text: str, where: str) -> Table:
         rows = _typed(data, "rows", list)
     except ValueError as error:
         raise TableError(f"table {where}: {error}") from error
+    found: dict[str, Row] = {}
     for number, entry in enumerate(rows, 1):
         try:
             row = _parse_row(entry)
-            if row.key in table.rows:
+            if row.key in found:
                 raise ValueError(f"another row has the key {_said(row.key)}")
         except ValueError as error:
             raise TableError(f"table {where}: row {number}: {error}") from error
-        table.put(row)
+        found[row.key] = row
+    table.put_all(found.values())
     return table
 
 
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a number")
+def _json(text: str) -> Any:
+    """The value of a JSON text, whose numbers must be finite; ValueError for anything else."""
+    try:
+        return json.loads(text, parse_constant=_number, parse_float=_number)
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not a finite number")
+    return value
 
 
 def row_to_json(row: Row) -> str:
@@ -254,7 +281,11 @@ def row_to_json(row: Row) -> str:
 
 
 def row_from_json(text: str) -> Row:
-    return _parse_row(json.loads(text))
+    """The row of `row_to_json`; TableError for anything else."""
+    try:
+        return _parse_row(_json(text))
+    except ValueError as error:
+        raise TableError(f"row of a table: {error}") from error
 
 
 def _parse_row(entry: object) -> Row:

@@ -197,6 +197,8 @@ def _table_of(content: bytes, path: str, device: Device) -> Table | None:
 
 
 def _decoded(content: bytes, path: str) -> str:
+    if len(content) > MOST_BYTES:
+        raise TableError(f"table {path}: has {len(content)} bytes, more than {MOST_BYTES}")
     try:
         return content.decode()
     except UnicodeDecodeError as error:

@@ -59,9 +59,9 @@ class Variant(ABC):
     def rejects(self, problem: Problem, config: Any) -> str | None:
         """Why `config` is not a launch of this variant for `problem`; None if it is one.
 
-        A config that is read from a table runs only if this returns None: for what `config` and
-        `configs` return, and for what they return for another number of rows if that is correct
-        here as well. The types of its fields are checked before, their values are not.
+        A config that is read from a table runs only if this returns None. It must return None for
+        every config that `config` and `configs` return for this problem, and may for other valid
+        ones. The types of the fields were checked before, their values were not.
         """
         if self.config_type is None:
             return None

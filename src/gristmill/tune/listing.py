@@ -53,12 +53,13 @@ def why_stale(op: Op, row: Row, device: Device) -> str:
         return f"config of {row.variant} is malformed: {error}"
     try:
         problem = _like(op, row, device)
+        # A rejected config has no source hash. Whether a config suits the row's own flags is
+        # checked at the call.
+        if variant.supports(problem) is not None or variant.rejects(problem, config) is not None:
+            return ""
+        today = variant.source_hash(problem, config)
     except Exception:
-        return ""  # the key names sizes that no call has
-    # Only a launch has sources. For the row's own flags it may be one: that is checked by the call.
-    if variant.supports(problem) is not None or variant.rejects(problem, config) is not None:
-        return ""
-    today = variant.source_hash(problem, config)
+        return ""  # the key names sizes or dtypes that no call has
     return "" if today == row.source_hash else f"{row.variant} has changed since {row.date}"
 
 

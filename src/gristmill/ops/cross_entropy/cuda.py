@@ -73,8 +73,8 @@ def class_weights(weight: torch.Tensor | None) -> torch.Tensor | None:
 class StreamVariant(RowVariant):
     """What the variants whose rows pass by have in common."""
 
-    enough = 64
-    ways: ClassVar = dict.fromkeys(("WARP", "BLOCK", "CLUSTER"), (configs.STREAM,))
+    least_threads = 64
+    feeds_by_scope: ClassVar = dict.fromkeys(("WARP", "BLOCK", "CLUSTER"), (configs.STREAM,))
 
     def longest(self, problem: Problem) -> int:
         return configs.longest(self.scope)

@@ -159,7 +159,7 @@ class BackwardVariant(StreamVariant):
 class ScaleVariant(StreamVariant):
     """As many blocks as the device runs at once take rows in turn: often there is nothing to do."""
 
-    enough = 32  # nothing is added up
+    least_threads = 32  # no reduction
     configs_by_scope: ClassVar = {"BLOCK": configs.scale}
 
     def declines(self, problem: Problem) -> str | None:

@@ -36,8 +36,8 @@ ONE_PASS_PARAMS = struct.Struct(f"<QqqQqqqqQqq{LABELS}{OPTIONS}QQQIII")
 
 
 class OnePassVariant(StreamVariant):
-    floats, enough = 2, 256
-    ways: ClassVar = {
+    floats, least_threads = 2, 256
+    feeds_by_scope: ClassVar = {
         "WARP": (STRAIGHT,),
         "BLOCK": (STRAIGHT, ASYNC, TWICE),
         "CLUSTER": (STRAIGHT, ASYNC, TWICE),

@@ -2,8 +2,8 @@
 
 Candidates are enumerated, those that do not fit are left out, and the rest is ordered by
 `estimate`, a model of the time in a few lines. The first is what runs when no table knows better;
-the first few, different enough from each other, are what tuning times. A table may name any that is
-enumerated for some number of rows and fits (`why_rejected`).
+the first few, different enough from each other, are what tuning times. A row of a table may use
+any that is enumerated for some number of rows and fits (`why_rejected`).
 """
 
 from __future__ import annotations
@@ -339,7 +339,7 @@ def _all(kind: str, product: Product) -> Iterator[MatmulConfig]:
 
 
 def _why_unsuited(kind: str, config: MatmulConfig, product: Product, device: Device) -> str | None:
-    """Why a config that is enumerated does not suit this product.
+    """Why a config that is enumerated is not valid for this GEMM.
 
     The number of rows matters for the partial sums of a split only.
     """
@@ -370,7 +370,7 @@ def _why_unsuited(kind: str, config: MatmulConfig, product: Product, device: Dev
 
 
 def why_large_sums(count: int) -> str | None:
-    """Why a split may not leave so many partial sums; None if it may."""
+    """Why the partial sums of a split take too much memory; None if they do not."""
     if 4 * count <= MOST_PARTIALS:
         return None
     return f"partial sums take {4 * count} bytes, and {MOST_PARTIALS} are the most"

@@ -132,7 +132,7 @@ class TritonMatmul(Variant):
         return candidates(self.kind, product, problem.rows, problem.device, count)
 
     def _product(self, problem: Problem) -> Product:
-        """What a choice depends on: no batch where rows must not depend on it."""
+        """The inputs of the heuristics. Batch-invariant calls leave the batch out."""
         product: Product = problem.layout
         return replace(product, batch=1) if problem.batch_invariant else product
 

@@ -51,7 +51,8 @@ class ChunkedBackward(Variant):
 
 def backward_blocks(problem: Problem) -> Blocks:
     """The blocks of a backward pass, as large as memory allows."""
-    # Class weights belong to whole rows; without dweight, whole rows leave nothing to sum up.
+    # With class weights, blocks hold whole rows. Without dweight, whole rows need no sum over
+    # blocks.
     whole_rows = "class_weight" in problem.flags or "dweight" not in problem.flags
     return chunks.backward_blocks(problem.layout, whole_rows=whole_rows)
 

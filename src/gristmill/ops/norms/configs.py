@@ -275,9 +275,9 @@ def block_backward(problem: Problem, details: Details) -> RowConfig:
 
 
 def few_partial_rows(problem: Problem, most: int) -> bool:
-    """Whether each row may have a team of its own, which leaves at most `most` partial rows.
+    """Whether one team per row is allowed: at most `most` partial rows, and not batch-invariant.
 
-    Batch-invariant launches are for any number of rows.
+    A batch-invariant launch is the same for any number of rows.
     """
     return problem.rows <= most and not problem.batch_invariant
 

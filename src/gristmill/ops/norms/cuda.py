@@ -40,7 +40,7 @@ class NormForward(RowVariant):
     """
 
     block_keeps, long = configs.BLOCK_KEEPS, configs.LONG
-    ways: ClassVar = {
+    feeds_by_scope: ClassVar = {
         "WARP": (STRAIGHT, AHEAD),
         "BLOCK": (STRAIGHT, ASYNC, TWICE, *RINGS),
         "CLUSTER": (STRAIGHT, ASYNC, TWICE, *RINGS),

@@ -33,7 +33,7 @@ class NormBackward(RowVariant):
     """What the backward variants of all norms have in common."""
 
     block_keeps, long = configs.BLOCK_KEEPS, configs.LONG
-    ways: ClassVar = {
+    feeds_by_scope: ClassVar = {
         "WARP": (AHEAD,),
         "BLOCK": (STRAIGHT, AHEAD, *RINGS),
         "CLUSTER": (AHEAD, *RINGS),

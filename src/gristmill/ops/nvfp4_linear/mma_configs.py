@@ -3,7 +3,8 @@
 A launch has few choices: how many tokens and slabs a tile has, how many groups of four warps share
 its columns and how far ahead they read (a shape, which is compiled), and how many blocks share
 the columns (`shares`). Registers and shared memory leave 16 warps on an SM, or fewer with larger
-tiles. A table may name any that is enumerated for some number of rows and fits (`why_rejected`).
+tiles. A row of a table may use any that is enumerated for some number of rows and fits
+(`why_rejected`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _RESERVED = 1024  # bytes of shared memory that the system takes of every block
 # Tokens, slabs, groups and depth. Each reads 36 to 74 KB ahead on an SM, of which some 32 KB are
 # under way at 4.3 TB/s (those of 64 tokens that read less are for GPUs with less shared memory).
 # A second slab halves what is read of the tokens, from L2 and from shared
-# memory, which with 32 tokens would be busy all the time. What is not here spills.
+# memory, which with 32 tokens would be busy all the time. Other shapes spill registers.
 _SHAPES = (
     *((8, 1, 4, 8), (8, 1, 2, 8), (8, 2, 4, 4), (8, 2, 2, 4), (8, 1, 4, 4)),
     *((16, 1, 4, 8), (16, 1, 2, 8), (16, 2, 3, 4), (16, 2, 2, 4), (16, 1, 4, 4)),
@@ -157,13 +158,13 @@ def _fitting(tokens: int, problem: Problem) -> Iterator[MmaConfig]:
 
 
 def _why_unsuited(problem: Problem, config: MmaConfig) -> str | None:
-    """Why a config that is enumerated does not suit this product.
+    """Why a config that is enumerated is not valid for this GEMM.
 
     The number of rows matters for partial sums only.
     """
     device, shares = problem.device, config.shares
     _, chunks = fragments.padded(problem.dim("N"), problem.dim("K"))
-    # Every group of every share has something to do; else a block has it all.
+    # Each group of each share must have at least one chunk.
     if shares > 1 and (
         chunks < shares * config.groups or (shares - 1) * -(-chunks // shares) >= chunks
     ):
@@ -175,7 +176,7 @@ def _why_unsuited(problem: Problem, config: MmaConfig) -> str | None:
 
 
 def partial_floats(problem: Problem, config: MmaConfig) -> int:
-    """How many partial sums all shares leave, with rows of the weight in fours."""
+    """How many partial sums all shares leave; rows of the weight are rounded up to four."""
     return config.shares * problem.rows * math.ceil(problem.dim("N") / 4) * 4
 
 

@@ -2,8 +2,8 @@
 
 A few configs are enumerated by the number of rows, those that do not fit the device are left out,
 and the rest is ordered by `estimate`, a model of the time in a few lines. The first is what runs
-when no table knows better; all of them are what tuning times. A table may name any that is
-enumerated for some number of rows and fits (`why_rejected`).
+when no table knows better; all of them are what tuning times. A row of a table may use any
+that is enumerated for some number of rows and fits (`why_rejected`).
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _all(rows: int) -> Iterator[RowsConfig]:
 def _why_unsuited(
     config: RowsConfig, rows: int, columns: int, depth: int, device: Device
 ) -> str | None:
-    """Why a config that is enumerated does not suit this product.
+    """Why a config that is enumerated is not valid for this GEMM.
 
     The number of rows matters for the partial sums of a split only.
     """

@@ -1,6 +1,6 @@
 """How the warpgroup kernel cuts a product, and a model of the time that takes.
 
-A table may name any that is enumerated for some number of rows and fits (`why_rejected`).
+A row of a table may use any that is enumerated for some number of rows and fits (`why_rejected`).
 """
 
 from __future__ import annotations

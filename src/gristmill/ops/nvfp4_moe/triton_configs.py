@@ -1,9 +1,9 @@
 """How the Triton kernel cuts the products of experts into tiles: every threshold stands here.
 
 As for the linear product, a few configs are enumerated, those that do not fit the device are left
-out, and the rest is ordered by `estimate`; a table may name any that is enumerated for some number
-of slots and fits (`why_rejected`). What a token's expert costs depends on how many others have the
-same one; nothing here knows that, so slots are taken as spread evenly.
+out, and the rest is ordered by `estimate`. A row of a table may use any that is enumerated for some
+number of slots and fits (`why_rejected`). What a token's expert costs depends on how many others
+have the same one; nothing here knows that, so slots are taken as spread evenly.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _all(sizes: Sizes) -> Iterator[ExpertsConfig]:
 
 
 def _why_unsuited(config: ExpertsConfig, hidden: int, inner: int, device: Device) -> str | None:
-    """Why a config that is enumerated does not suit matrices of these sizes."""
+    """Why a config that is enumerated is not valid for matrices of these sizes."""
     if config.block_k >= 256 and 2 * config.block_k > max(hidden, inner):
         return f"block_k={config.block_k} is too much for {max(hidden, inner)} columns"
     return why_no_room(shared_bytes(config.product()), device)

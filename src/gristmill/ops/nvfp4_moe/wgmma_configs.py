@@ -1,7 +1,7 @@
-"""How the expert kernel of Hopper is launched: who puts tokens in order, how products are cut.
+"""How the expert kernel of Hopper is launched: which kernel sorts tokens, how the GEMMs are tiled.
 
-A table may name any of the cuts for each product, with any tile, if both have a launch
-(`why_rejected`).
+A row of a table may combine any listed tiling of each GEMM with any tile size, if both can be
+launched (`why_rejected`).
 """
 
 from __future__ import annotations

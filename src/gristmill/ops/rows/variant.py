@@ -69,10 +69,10 @@ class RowVariant(Variant):
     block_keeps: ClassVar[int]
     long: ClassVar[int]
     configs_by_scope: ClassVar[Mapping[str, Callable[[Problem, Any], RowConfig]]]
-    # How rows can come to a team, by scope: a superset of `feeds`.
-    ways: ClassVar[Mapping[str, Collection[int]]]
-    # Threads that suffice for any row that is not kept. Fewer may have at most 8 vectors each.
-    enough: ClassVar[int] = 256
+    # The feeds that the kernel implements. `feeds` returns those that the layout allows.
+    feeds_by_scope: ClassVar[Mapping[str, Collection[int]]]
+    # The least threads for rows that are read twice, unless each thread has at most 8 vectors.
+    least_threads: ClassVar[int] = 256
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -115,7 +115,7 @@ class RowVariant(Variant):
         return tuple(dict.fromkeys((usual, *right)))
 
     def rejects(self, problem: Problem, config: RowConfig) -> str | None:
-        ways = itertools.product(sorted(self.feeds(problem)), (False, True))
+        pairs = itertools.product(sorted(self.feeds(problem)), (False, True))
         choices = {
             "threads": range(32, MAX_THREADS + 1, 32),
             "items": range(1, MOST_ITEMS + 1),
@@ -123,17 +123,17 @@ class RowVariant(Variant):
             "cluster": self.clusters(problem),
             "blocks_per_sm": self.blocks_per_sm,
             # Rows that are read twice are not held.
-            "feed hold": [(feed, hold) for feed, hold in ways if feed != TWICE or not hold],
+            "feed hold": [(feed, hold) for feed, hold in pairs if feed != TWICE or not hold],
         }
         return why_unlisted(config, choices) or self._why_too_small_or_large(problem, config)
 
     def _why_too_small_or_large(self, problem: Problem, config: RowConfig) -> str | None:
-        """Why these rows do not fit a launch whose fields are right one by one."""
+        """Checks of several fields together: why this launch cannot process these rows."""
         details: RowDetails = problem.layout
         layout, warp = details.layout, self.scope == "WARP"
         team = config.lanes if warp else config.threads * config.cluster
         if config.feed == TWICE:
-            if team < min(32 if warp else self.enough, -(-layout.vectors // 8)):
+            if team < min(32 if warp else self.least_threads, -(-layout.vectors // 8)):
                 return f"{team} threads are too few to add up rows of {layout.columns} columns"
         elif team * config.items < layout.vectors:
             return (
@@ -145,9 +145,9 @@ class RowVariant(Variant):
         return why_no_room(self.shared_bytes(details, config), problem.device)
 
     def feeds(self, problem: Problem) -> set[int]:
-        """How these rows can come to a team: the `ways` that their layout allows."""
+        """How these rows can come to a team, given their layout."""
         details: RowDetails = problem.layout
-        found = set(self.ways[self.scope])
+        found = set(self.feeds_by_scope[self.scope])
         if details.layout.ragged:
             found.discard(AHEAD)  # the next row may be shifted by another number of elements
         # Without columns nothing is launched.

@@ -31,7 +31,7 @@ class SoftmaxVariant(RowVariant):
 
     block_keeps: ClassVar[int]
     long = 4096
-    ways: ClassVar = {
+    feeds_by_scope: ClassVar = {
         "WARP": (STRAIGHT, AHEAD),
         "BLOCK": (STRAIGHT, ASYNC, TWICE),
         "CLUSTER": (STRAIGHT, ASYNC, TWICE),
