@@ -168,11 +168,11 @@ def reload_settings() -> Settings:
 
 
 def unknown_variables() -> list[str]:
-    """A line for each variable that has the prefix of a setting and is not one."""
+    """A warning, in one line, for each unknown variable with the prefix."""
     known = [variable.name for variable in VARIABLES]
     # repr escapes what would change what a terminal shows.
     return [
-        f"{one_line(repr(name)[1:-1], 100)} is not a setting of gristmill, and is ignored"
+        f"{one_line(repr(name), 100)} is not a setting of gristmill, and is ignored"
         f"{meant(name, known)}"
         for name in sorted(os.environ)
         if name.startswith(PREFIX) and name not in known and not _OF_A_SERVICE.fullmatch(name)
@@ -248,7 +248,11 @@ def _record(text: str) -> Path | None:
 
 def _cache_layers(text: str) -> tuple[Path, ...]:
     parts = (piece.strip() for piece in text.split(os.pathsep))
-    return tuple(dict.fromkeys(_path(CACHE_LAYERS, part) for part in parts if part))
+    layers = tuple(dict.fromkeys(_path(CACHE_LAYERS, part) for part in parts if part))
+    for layer in layers:
+        if os.pathsep in str(layer):  # of the current folder: processes would get two paths
+            raise SettingsError(f"{CACHE_LAYERS.name}: {str(layer)!r} has {os.pathsep!r} in it")
+    return layers
 
 
 def _cache_dir(environment: Mapping[str, str]) -> Path | None:
@@ -268,5 +272,5 @@ def _cache_dir(environment: Mapping[str, str]) -> Path | None:
 def _path(variable: Variable, text: str) -> Path:
     try:
         return Path(text).expanduser().absolute()
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:  # no home folder, or the current folder was deleted
         raise SettingsError(f"{variable.name}={text!r}: {error}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,11 @@ def test_what_cannot_go_on(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="merged of several runs"):
         runs.begin(meta(), merged, resume=True)
     (tmp_path / "bad.json").write_text('{"meta": {}, "rows": [')
+    (tmp_path / "deep.json").write_text("[" * 200_000)
+    os.mkfifo(tmp_path / "pipe.json")  # a read would wait for a writer
+    for name in ("deep", "pipe"):
+        with pytest.raises(ArgumentError, match="not a file of benchmark results"):
+            runs.begin(meta(), tmp_path / f"{name}.json", resume=True)
     with pytest.raises(ArgumentError, match="not a file of benchmark results"):
         runs.begin(meta(), tmp_path / "bad.json", resume=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -267,6 +268,11 @@ BAD_TABLES = {
     "not JSON": (b"{", "is not JSON"),
     "nested": (b"".join(b'{"%x":' % level for level in range(100_000)), "is not JSON"),
     "a list": (b"[]", "must be a JSON object"),
+    "large": (random.Random(0).randbytes(9 << 20).hex().encode(), "more than 16777216"),
+    "many values": (
+        json.dumps(random.Random(0).choices(range(10), k=400_000)).encode(),
+        "has too many values for its size",
+    ),
     "a terminal's": (json.dumps({**H200_TABLE, "gpu": "\x1b[31m"}).encode(), r"'\x1b[31m'"),
     "of another GPU": (json.dumps({**H200_TABLE, "gpu": "a GPU"}).encode(), "a-gpu.json"),
 }
@@ -301,6 +307,30 @@ def test_a_bad_table_of_the_user_is_named_and_not_exported(
     assert words in said
     said = gristmill("cache", "export", tmp_path / "a.bundle")
     assert f"left out: table {name}" in said
+    assert "4 programs and 0 tables" in said
+
+
+def test_a_folder_in_the_place_of_a_kernel_stops_an_import_before_it_begins(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gristmill("cache", "export", tmp_path / "a.bundle")
+    last = max((home / "kernels").glob("*.kernel")).name
+    elsewhere(monkeypatch, tmp_path / "other")
+    (tmp_path / "other" / "kernels" / last).mkdir(parents=True)
+    for place in (tmp_path / "other", tmp_path / "other" / "kernels"):
+        place.chmod(0o700)
+    said = gristmill("cache", "import", tmp_path / "a.bundle", code=1).replace("\n", " ")
+    assert f"kernels/{last}: " in said
+    assert "is a folder" in said
+    assert [one.name for one in (tmp_path / "other" / "kernels").iterdir()] == [last]
+
+
+def test_an_export_leaves_out_what_is_not_a_file(home: Path, tmp_path: Path) -> None:
+    (home / "tables").mkdir(mode=0o700)
+    os.mkfifo(home / "tables" / "a.json", 0o600)
+    said = gristmill("cache", "export", tmp_path / "a.bundle")
+    assert "left out: table a.json: " in said
+    assert "not a regular file" in said
     assert "4 programs and 0 tables" in said
 
 

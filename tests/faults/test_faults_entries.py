@@ -6,9 +6,10 @@ import hashlib
 import json
 import os
 import random
-import resource
 import socket
+import stat
 import struct
+import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 from fault_helpers import ARCH, VERSION, is_right, program, use_fake_compiler, write_source
 
 from gristmill.errors import KernelNotCached
-from gristmill.jit import cache, counters, entry, nvrtc
+from gristmill.jit import cache, counters, entry, folder, nvrtc
 from gristmill.jit.program import Program
 from gristmill.settings import reload_settings
 
@@ -65,7 +66,11 @@ def test_what_has_one_other_bit_is_no_entry(wanted, path) -> None:
     assert is_right(entry.decode(bytes(content), wanted, ARCH), wanted)
 
 
-@pytest.mark.parametrize("header", [b"", b"[]", b"{}", b"null", b'"key"', b"{", b"\xff", b"[" * 99])
+@pytest.mark.parametrize(
+    "header",
+    [b"", b"[]", b"{}", b"null", b'"key"', b"{", b"\xff", b"[" * 200_000],
+    ids=lambda one: repr(one[:10]),
+)
 def test_a_right_hash_around_another_header_is_no_entry(header, wanted) -> None:
     """As a version of the same format with other fields would write it, or a mistake."""
     for length in (len(header), len(header) + 9, 2**32 - 1):
@@ -212,6 +217,25 @@ def link_to_zeros(path: Path, wanted: Program) -> None:
     path.symlink_to("/dev/zero")
 
 
+def full_pipe(path: Path, wanted: Program) -> int:
+    """Holds the right content, until the handle is closed."""
+    content = path.read_bytes()
+    path.unlink()
+    os.mkfifo(path, 0o600)
+    handle = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+    assert os.write(handle, content) == len(content)
+    return handle
+
+
+def device(path: Path, wanted: Program) -> None:
+    """Of endless zeros, which only its owner can write to."""
+    path.unlink()
+    try:
+        os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 5))
+    except PermissionError:
+        pytest.skip("only root can make a device")
+
+
 REPLACED = [
     of_another_program,
     of_another_arch,
@@ -246,6 +270,24 @@ def test_a_wrong_file_is_a_miss_and_is_replaced(replace, wanted, path, caplog) -
     assert path.is_file()
     assert not path.is_symlink()
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+def other_folder(path: Path, wanted: Program) -> None:
+    path.unlink()
+    path.mkdir(mode=0o700)
+
+
+@pytest.mark.parametrize("replace", [pipe, full_pipe, device, link_to_zeros, other_folder])
+def test_what_is_not_a_regular_file_is_not_read(replace, wanted, path) -> None:
+    handle = replace(path, wanted)
+    begin = time.perf_counter()
+    for read in (folder.read_file, lambda place, name: folder.open_file(place / name)):
+        with pytest.raises(folder.UntrustedError, match=r"\.kernel is not a regular file$"):
+            read(path.parent, path.name)
+    assert not cache.is_cached(wanted, ARCH)
+    assert time.perf_counter() - begin < 2
+    if handle is not None:
+        os.close(handle)
 
 
 @pytest.mark.parametrize("replace", REPLACED)
@@ -283,9 +325,11 @@ def test_a_folder_in_the_place_of_a_file_costs_one_warning(wanted, path, caplog)
 
 def test_a_huge_file_is_not_read_into_memory(wanted, path) -> None:
     huge(path, wanted)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    tracemalloc.start()
     cache.load_or_compile(wanted, ARCH)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 * 1024
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < folder.MOST_BYTES
 
 
 WRONG_LOCKS: list[Callable[[Path, Program], None]] = [pipe, link_to_nothing, link_to_itself]

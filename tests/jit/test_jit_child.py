@@ -158,7 +158,7 @@ def test_workers_import_nothing_from_the_current_folder(
     assert json.loads(results) == [["compiled", ""]] * len(programs)
     assert [line for line in found if line.split()[0] != process] == []
     assert len(list((here / "cache" / "kernels").glob("*.kernel"))) == len(programs)
-    assert done.stderr.count("GRISTMILL_JITT is not a setting") == 1  # not in workers
+    assert done.stderr.count("'GRISTMILL_JITT' is not a setting") == 1  # not in workers
 
 
 def _has(module: str) -> bool:
@@ -259,6 +259,7 @@ def test_a_child_imports_from_where_this_process_does_but_for_the_current_folder
     monkeypatch.chdir(tmp_path / "here")
     taken = [str(tmp_path / name) for name in ("there", "missing", "modules.zip")]
     passed_over: list[Any] = ["", ".", "../there", "/proc/self/cwd", tmp_path / "there", b"/bytes"]
+    passed_over.append("/nul\0")
     passed_over += [str(tmp_path / name) for name in ("here", "there/../here", "link")]
     monkeypatch.setattr(sys, "path", [*passed_over, *taken, *sys.path])
     found = path_of_a_child()

@@ -26,6 +26,10 @@ BROKEN = {
     "SystemExit": ("raise SystemExit(3)", "SystemExit: 3"),
     "exit": ("import sys; sys.exit()", "SystemExit"),
     "MemoryError": ("raise MemoryError", "MemoryError"),
+    "panic": (
+        "class PanicException(BaseException): pass\nraise PanicException('in Rust')",
+        "PanicException: in Rust",
+    ),
     "RecursionError": ("def call(): call()\ncall()", "RecursionError: maximum recursion"),
     "SyntaxError": ("def", "SyntaxError: invalid syntax"),
     "zeros": ("\0", ""),  # versions of Python differ in what they say

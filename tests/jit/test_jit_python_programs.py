@@ -26,7 +26,7 @@ from gristmill.errors import ArgumentError, KernelNotCached
 from gristmill.jit import TritonProgram, cache, counters, cutedsl, load_or_compile
 from gristmill.jit.binary import Binary
 from gristmill.jit.compilers import compiler_of, to_text
-from gristmill.jit.entry import key_in
+from gristmill.jit.entry import decode, encode, key_in
 from gristmill.jit.python_sources import PythonProgram
 
 
@@ -171,6 +171,16 @@ def test_kept_in_the_folder_with_its_facts(scale, compiler, home) -> None:
     listed = kept.entry
     assert (listed.source, listed.names, listed.arch) == (scale.source, ("scale",), ARCH)
     assert listed.compiler == compiler.compiler_version()
+
+
+def test_an_entry_without_a_fact_is_no_entry(scale, compiler) -> None:
+    made = load_or_compile(scale, ARCH)
+    for name in made.facts:
+        less = {other: fact for other, fact in made.facts.items() if other != name}
+        content = encode(scale, ARCH, dataclasses.replace(made, facts=less))
+        assert (decode(content, scale, ARCH) is None) == (name in scale.facts)
+    assert scale.facts
+    assert decode(encode(scale, ARCH, made), scale, ARCH) == made
 
 
 def test_jit_off(scale, compiler, home) -> None:

@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from gristmill.errors import ArgumentError
-from gristmill.jit.folder import write_whole
+from gristmill.jit.folder import read_plain, write_whole
 
 Row = dict[str, Any]
 OURS = "gristmill"
 # Only rows of other suites than those of kernel time have one of these; in files of before
 # 2026-11-16 rows of host time and starts do not name their suite.
 _OTHERS = {"mode", "cache", "suite"}
+_MOST_BYTES = 256 << 20  # of a file of results; the largest committed one has 0.8 MB
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 # What makes two rows about the same thing, beside their label; a key that a suite has no use for is
 # absent.
@@ -89,7 +90,7 @@ class Results:
 
 def load(path: Path) -> Results:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_plain(path, _MOST_BYTES).decode())
         if not isinstance(data, dict) or not {"meta", "rows"} <= data.keys():
             raise TypeError('it is no object with "meta" and "rows"')
         meta, rows = data["meta"], data["rows"]
@@ -100,7 +101,7 @@ def load(path: Path) -> Results:
             raise TypeError("each row names its op and its impl")
         for row in rows:
             _check(row)
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ArgumentError(f"{path} is not a file of benchmark results: {error}") from error
     return Results(meta, rows)
 

@@ -131,6 +131,8 @@ def import_(path: Path, sha256: str | None) -> None:
         for name in source.names:
             if fault := _fault(source, name):
                 raise BundleError(f"bundle {path}: {name}: {fault}")
+            if (top / name).is_dir():
+                raise BundleError(f"bundle {path}: {name}: {top / name} is a folder")
         for name in source.names:
             content = source.read(name)
             if content is None:
@@ -238,13 +240,14 @@ def _tables() -> list[tuple[str, bytes]]:
     found = []
     for name in names_in(folder):
         if bundle.is_name(TABLES + name):
-            content = read_file(folder, name)
             try:
-                check_table(name, content)
+                check_table(name, content := read_file(folder, name))
+            except OSError as error:
+                typer.echo(f"left out: table {name}: {error.strerror or error}", err=True)
             except TableError as error:
                 typer.echo(f"left out: {error}", err=True)
-                continue
-            found.append((name, content))
+            else:
+                found.append((name, content))
     return found
 
 

@@ -55,7 +55,7 @@ def command(script: str, *words: str, environment: Mapping[str, str] | None = No
 
 def _is_importable(entry: object) -> bool:
     """Whether a child may import from this entry of `sys.path`."""
-    if not isinstance(entry, str) or not Path(entry).is_absolute():
+    if not isinstance(entry, str) or "\0" in entry or not Path(entry).is_absolute():
         return False
     for folder in (_STARTED_IN, Path()):
         with contextlib.suppress(OSError):  # one of them was deleted
@@ -67,5 +67,5 @@ def _is_importable(entry: object) -> bool:
 try:
     # The program may change its folder later, but `python -m` keeps this one in `sys.path`.
     _STARTED_IN = Path.cwd()
-except FileNotFoundError:  # deleted: nothing can be imported from it
+except OSError:  # deleted: nothing can be imported from it
     _STARTED_IN = Path()

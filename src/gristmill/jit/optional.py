@@ -10,8 +10,8 @@ from typing import Any
 from gristmill.log import one_line
 
 _RELEASE = re.compile(r"(\d+)\.(\d+)")
-# Module -> why its import failed. It is not tried again: what the first attempt has left in
-# sys.modules would make a second one fail with another error, or succeed.
+# Module -> why its import failed. Imports are not retried: what a failed attempt leaves in
+# sys.modules could make the next one fail differently or seem to succeed.
 _broken: dict[str, str] = {}
 
 
@@ -28,7 +28,9 @@ def imported(name: str) -> Any:
         raise NotImportableError(_broken[name])
     try:
         return importlib.import_module(name)
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit, or a panic of an extension in Rust
         reason = _reason(error)
         missing = isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")
         if not missing:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch._inductor.config
 
 from gristmill.bench.inputs import Arguments
 from gristmill.jit.optional import NotImportableError, imported, installed_version
@@ -80,6 +79,9 @@ class Peer:
 
 def compiled(function: Function, *, mode: str | None = None) -> Function:
     """`function` through Inductor, for one problem; `mode` as torch.compile takes it."""
+    # Here, because torch imports Triton with it, whose import may fail in any way.
+    import torch._inductor.config
+
     # Every problem gets code of its own, as a model with one shape would: past a few shapes Dynamo
     # would otherwise make the sizes symbolic, and then stop compiling altogether.
     torch._dynamo.reset()
