@@ -127,6 +127,59 @@ def test_import_is_quick_and_touches_nothing(tmp_path: Path) -> None:
     assert not list(home.rglob("*"))
 
 
+# Python reports to audit hooks what is done with files, processes and the network.
+WATCHED = """
+import os, sys
+sys.dont_write_bytecode = True
+import torch
+
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+OUTSIDE = ("ctypes.dlopen", "mmap.", "os.", "shutil.", "socket.", "subprocess.", "tempfile.")
+events = []
+
+def hook(event, arguments):
+    if event == "open":
+        path, _, flags = arguments
+        is_module = isinstance(path, str) and path.endswith((".py", ".pyc"))
+        if flags & WRITES or not is_module:
+            events.append((event, arguments))
+    elif event.startswith(OUTSIDE) and event not in ("os.listdir", "os.scandir"):
+        events.append((event, arguments))
+
+def drivers():
+    try:
+        with open("/proc/self/maps") as file:
+            return {line.split("/", 1)[1] for line in file if "libcuda.so" in line}
+    except FileNotFoundError:
+        return set()
+
+before = drivers()
+sys.addaudithook(hook)
+import gristmill
+found = list(events)
+assert not found, found
+assert not torch.cuda.is_initialized()
+assert drivers() == before
+events.clear()
+with open(sys.argv[1], "w"):  # it would be seen
+    assert len(events) == 1
+"""
+
+
+def test_import_reads_modules_and_does_nothing_else(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", WATCHED, str(tmp_path / "written")],
+        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent), "HOME": str(home)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not list(home.rglob("*"))
+
+
 def test_every_file_of_the_package_is_of_a_kind_that_belongs_there() -> None:
     """A wheel takes the whole folder, so nothing may lie in it by accident."""
     kinds = {path.suffix for path in PACKAGE.rglob("*") if path.is_file()} - {".pyc"}
