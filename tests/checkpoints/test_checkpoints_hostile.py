@@ -9,8 +9,9 @@ import json
 import math
 import os
 import struct
-import threading
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -51,21 +52,24 @@ FILES = ("config.json", "hf_quant_config.json", INDEX_FILE, "model.safetensors")
 @contextmanager
 def released(pipe: Path) -> Iterator[None]:
     """Open and close the writing end of a pipe after some seconds, so that a test that waits for
-    it fails and does not hang.
+    it fails and does not hang. In another process: safetensors holds the GIL while it opens a file.
     """
-
-    def release() -> None:
-        with suppress(OSError):
-            os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
-
-    timers = [threading.Timer(seconds, release) for seconds in (6, 7, 8, 9)]
-    for timer in timers:
-        timer.start()
+    script = (
+        "import os, sys, time\n"
+        "time.sleep(6)\n"
+        "while True:\n"
+        "    try:\n"
+        "        os.close(os.open(sys.argv[1], os.O_WRONLY | os.O_NONBLOCK))\n"
+        "    except OSError:\n"
+        "        pass\n"
+        "    time.sleep(0.1)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-I", "-S", "-c", script, str(pipe)])
     try:
         yield
     finally:
-        for timer in timers:
-            timer.cancel()
+        process.kill()
+        process.wait()
 
 
 @NO_PIPES
@@ -409,19 +413,49 @@ def test_experts_are_counted_not_believed(number: str, tmp_path: Path) -> None:
     assert not NVFP4Linear.from_checkpoint(tmp_path, f"m.experts.{number}.up_proj").bias
 
 
-def test_memory_is_taken_for_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first expert is large, the others are small."""
-    write(tmp_path, experts("0", inner=1024) | experts(*map(str, range(1, 50)), inner=16))
+# The first of several is large, the others are small or not there.
+LARGE_FIRST = experts("0", inner=1024) | experts(*map(str, range(1, 50)), inner=16)
+Q, K = modelopt("a.q_proj", matrix(1024, 64)), modelopt("a.k_proj", matrix(16, 32))
+FUSED = ("a.q_proj", "a.k_proj")
+PART = {name: tensor for name, tensor in Q.items() if not name.endswith("_scale")}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words", "what"),
+    [
+        (
+            LARGE_FIRST,
+            r"experts\.1\.gate_proj .* have shape \(32, 64\), those of the first",
+            lambda one: one.experts("m.experts"),
+        ),
+        (Q | K, r"a\.k_proj has K = 32, a\.q_proj has", lambda one: one.fused(FUSED)),
+        (Q, r"a\.k_proj", lambda one: one.fused(FUSED)),
+        (PART, r"a\.q_proj", lambda one: one.linear("a.q_proj")),
+        (
+            {**Q, "a.q_proj.weight_scale": K["a.k_proj.weight_scale"]},
+            r"a\.q_proj\.weight_scale must have",
+            lambda one: one.linear("a.q_proj"),
+        ),
+    ],
+    ids=["experts", "fused of two shapes", "fused in part", "linear in part", "linear, few scales"],
+)
+def test_memory_is_taken_for_what_is_there(
+    tensors: dict[str, torch.Tensor],
+    words: str,
+    what: Callable[[Checkpoint], Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every header is checked first."""
+    write(tmp_path, tensors)
 
     def never(*args: Any) -> Any:
-        raise AssertionError("memory for 50 experts of the size of the first")
+        raise AssertionError("memory of the size of the first")
 
     monkeypatch.setattr(reader, "_empty", never)
-    assert_rejected(
-        tmp_path,
-        r"experts\.1\.gate_proj .* have shape \(32, 64\), those of the first",
-        lambda path: Checkpoint(path).experts("m.experts"),
-    )
+    monkeypatch.setattr(reader, "_empty_scale", never)
+    with pytest.raises(CheckpointError, match=words):
+        what(Checkpoint(tmp_path))
 
 
 # safetensors files.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -100,6 +101,21 @@ def test_incomplete_parts(tmp_path: Path, stem: str, missing: str) -> None:
         rf"there is no {stem}{missing}$",
     ):
         save_modelopt(tmp_path, state)
+
+
+@pytest.mark.parametrize("value", [torch.ones(2, 31), torch.ones(32), quantize(normal(2, 32))])
+def test_a_bias_that_does_not_fit(tmp_path: Path, value: Any) -> None:
+    parts = quantize(normal(2, 32, 64))
+    state = {
+        "a.experts.w2_weight": parts.codes,
+        "a.experts.w2_weight_scale": parts.scales,
+        "a.experts.w2_weight_scale_2": parts.global_scale,
+        "a.experts.w2_bias": torch.ones(2, 32),
+    }
+    save_modelopt(tmp_path / "whole", state)
+    with pytest.raises(CheckpointError, match=r"w2_bias must have shape \(2, 32\), got"):
+        save_modelopt(tmp_path / "bad", {**state, "a.experts.w2_bias": value})
+    assert not (tmp_path / "bad").exists()
 
 
 @pytest.mark.parametrize(

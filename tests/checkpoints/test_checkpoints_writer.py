@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 
 from gristmill.checkpoints import Checkpoint, QuantizationConfig, save_modelopt
 from gristmill.checkpoints import writer as writer_module
+from gristmill.checkpoints.files import INDEX_FILE
 from gristmill.errors import CheckpointError
 from gristmill.formats.nvfp4 import NVFP4Tensor, dequantize, quantize
 
@@ -334,3 +336,55 @@ def test_a_failure_leaves_the_old_one(
     with pytest.raises(OSError, match="no space left"):
         save_modelopt(tmp_path, {"l.0": weight(16, 32, 9)}, max_shard_bytes=1)
     assert everything_in(tmp_path) == before
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, PermissionError])
+@pytest.mark.parametrize("is_done", [False, True])
+@pytest.mark.parametrize("sizes", [(1e9, 1.0), (1.0, 1e9), (1.0, 1.0), (1e9, 1e9)])
+def test_a_failure_at_any_move_leaves_the_old_one(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sizes: tuple[float, float],
+    is_done: bool,
+    error: type[BaseException],
+) -> None:
+    """Before the move, or just after it, as an interrupt may come."""
+    old = {f"l.{number}": weight(16, 32, number) for number in range(3)}
+    new = {f"l.{number}": weight(16, 32, number + 7) for number in range(2)}
+    save_modelopt(tmp_path, old, max_shard_bytes=sizes[0])
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"not ours")
+    before = everything_in(tmp_path)
+    right, left = os.replace, 0
+
+    def fails(source: Path, target: Path) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0 and not is_done:
+            raise error("at a move")
+        right(source, target)
+        if left == 0:
+            raise error("at a move")
+
+    monkeypatch.setattr(os, "replace", fails)
+    errors = 0
+    while True:
+        left = errors + 1
+        try:
+            save_modelopt(tmp_path, new, max_shard_bytes=sizes[1])
+        except error:
+            assert everything_in(tmp_path) == before
+            errors += 1
+        else:
+            break
+    assert errors >= 4  # a file goes, three come
+    assert list(Checkpoint(tmp_path).modules()) == list(new)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", INDEX_FILE])
+def test_a_folder_is_not_replaced(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "file").write_text("not ours")
+    with pytest.raises(CheckpointError, match=f"save_modelopt: .*{name} is a folder, not a file"):
+        save_modelopt(tmp_path, {"a": weight(8, 32)}, config={})
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name / "file").read_text() == "not ours"

@@ -74,6 +74,8 @@ def killed_writers(top: str, before: int, after: int) -> dict[str, Any]:
         found = state(place)
         names = [name for name, wanted in states.items() if found == wanted]
         outcomes.append("incomplete" if found is None else names[0] if names else "MIXED")
+        if not (place / "config.json").exists():
+            outcomes.append("NO CONFIG")
         save(place, 1, after)
         if state(place) != states["new"]:
             outcomes.append("CANNOT BE SAVED AGAIN")

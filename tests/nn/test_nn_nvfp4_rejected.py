@@ -12,6 +12,7 @@ import pytest
 import torch
 from nn_layouts import LAYOUTS, State, addresses, assert_same, assert_state, copied
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from gristmill.formats.nvfp4 import packing
 from gristmill.nn import NVFP4Linear, NVFP4MoE, nvfp4_module
@@ -34,6 +35,19 @@ def experts() -> NVFP4MoE:
 MODULES = {"linear": linear, "experts": experts}
 
 
+def as_bytes(part: torch.Tensor) -> torch.Tensor:
+    return part.reshape(-1, part.shape[-1]).contiguous().view(torch.uint8)
+
+
+def nested(part: torch.Tensor, **options: Any) -> torch.Tensor:
+    return torch.nested.nested_tensor([as_bytes(part)], **options)
+
+
+def faked(part: torch.Tensor) -> torch.Tensor:
+    with FakeTensorMode() as mode:
+        return mode.from_tensor(part)
+
+
 def filled(value: float) -> Change:
     def change(part: torch.Tensor) -> torch.Tensor:
         part.view(-1)[-1:] = torch.tensor([value]).to(part.dtype)
@@ -48,10 +62,17 @@ SHAPES: dict[str, Change] = {
     "size mismatch for {}:": lambda part: part[None],
 }
 KINDS: dict[str, Change] = {
-    "{} must be a tensor, got list": lambda part: part.float().tolist(),
-    "{} must be a dense tensor": lambda part: part.float().to_sparse(),
+    "{} must be a dense tensor, got list": lambda part: part.float().tolist(),
+    "{} must be a dense tensor, got Tensor of layout": lambda part: part.float().to_sparse(),
+    "{} must be a dense tensor, got .*sparse_coo": lambda part: as_bytes(part).to_sparse(),
+    "{} must be a dense tensor, got .*sparse_csr": lambda part: as_bytes(part).to_sparse_csr(),
+    "{} must be a dense tensor, got Tensor of": lambda part: nested(part),
+    "{} must be a dense tensor, got NestedTensor": lambda part: nested(part, layout=torch.jagged),
+    "{} must be a dense tensor, got UninitializedParameter": lambda part: UninitializedParameter(),
+    "{} must be a dense tensor, got UninitializedBuffer": lambda part: UninitializedBuffer(),
     "{} must have .*dtype": lambda part: part.float().to(torch.int16),
     "{} is on the meta device": lambda part: part.to("meta"),
+    "{} is on the meta device or fake": faked,
 }
 BLOCKS = {
     f"{{}}: block scales must be neither negative nor NaN, got {value}": filled(value)
@@ -77,6 +98,7 @@ def damages(state: State) -> list[tuple[str, str, Any]]:
     return found
 
 
+@pytest.mark.filterwarnings("ignore:.*(in prototype|in beta)")
 @pytest.mark.parametrize("kind", MODULES)
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("arch_here", LAYOUTS)
@@ -210,6 +232,50 @@ def test_buffers_and_state_that_users_add() -> None:
     state = made.state_dict()
     assert state.pop("_extra_state") == {"calls": 3}
     assert_same(state, given)
+
+
+def test_values_that_are_not_there_are_assigned() -> None:
+    """Without a look at them."""
+    made, given = linear(), {name: faked(part) for name, part in linear().state_dict().items()}
+    made.load_state_dict(given, assign=True)
+    assert all(hasattr(part, "fake_mode") for part in made.state_dict().values())
+
+
+def test_what_cannot_be_written_to_rejects_all(arch: str) -> None:
+    """A bias whose elements share memory, and tensors of inference mode outside of it."""
+    given, other = copied(linear().state_dict()), linear()
+    other.bias = torch.nn.Parameter(torch.zeros(1).expand(48), requires_grad=False)
+    with torch.inference_mode():
+        inferred = linear()
+    for made, words in ((other, "elements of it share memory"), (inferred, "in inference mode")):
+        kept, before = copied(made.state_dict()), addresses(made)
+        for strict in (True, False):
+            with pytest.raises(RuntimeError, match=f"bias .*{words}"):
+                made.load_state_dict(given, strict)
+        assert addresses(made) == before
+        assert_state(made, kept)
+        made.load_state_dict(given, assign=True)
+        assert_state(made, given)
+    with torch.inference_mode():
+        inferred = linear()
+        inferred.load_state_dict(given)
+        other.load_state_dict(given)
+    assert_state(inferred, given)
+
+
+def test_layers_beside_a_tensor_without_strides() -> None:
+    """Torch loads them: it raises its error at the end."""
+    model, given = torch.nn.Sequential(linear(), linear(), linear()), {}
+    for number in range(3):
+        given |= {f"{number}.{key}": part for key, part in linear().state_dict().items()}
+    kept = copied(model[1].state_dict())
+    bad = {**given, "1.weight_scale": given["1.weight_scale"].view(torch.uint8).to_sparse()}
+    with pytest.raises(RuntimeError, match=r"1\.weight_scale must be a dense tensor"):
+        model.load_state_dict(bad)
+    for number in (0, 2):
+        wanted = {k[2:]: part for k, part in given.items() if k.startswith(f"{number}.")}
+        assert_state(model[number], wanted)
+    assert_state(model[1], kept)
 
 
 def test_scales_of_zero_load() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -125,8 +126,8 @@ def test_round_trip(name: str, tmp_path: Path) -> None:
     assert not first.config.activations
 
 
-def test_experts_with_biases_in_alternate_rows(tmp_path: Path) -> None:
-    config = transformers.GptOssConfig(
+def gpt_oss() -> Any:
+    return transformers.GptOssConfig(
         vocab_size=96,
         hidden_size=32,
         intermediate_size=48,
@@ -139,8 +140,11 @@ def test_experts_with_biases_in_alternate_rows(tmp_path: Path) -> None:
         layer_types=["sliding_attention", "full_attention"],
         pad_token_id=0,
     )
+
+
+def test_experts_with_biases_in_alternate_rows(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(gpt_oss(), attn_implementation="eager").eval()
     for weight in model.parameters():
         torch.nn.init.normal_(weight, std=0.1)
     model.save_pretrained(tmp_path / "dense")
@@ -373,6 +377,69 @@ def test_experts_that_the_model_has_not(number: str, tmp_path: Path) -> None:
     )
     with pytest.raises(CheckpointError, match=words):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("part", ["²", "1³", "①"])
+@pytest.mark.parametrize("stored", [True, False])
+def test_digits_that_are_no_numbers(part: str, stored: bool, tmp_path: Path) -> None:
+    """transformers would raise a ValueError where it sorts the names."""
+    (quantised("llama") if stored else tiny("llama")).save_pretrained(tmp_path)
+    rewritten(tmp_path, lambda one: one | {f"model.layers.{part}.odd": torch.ones(1)})
+    words = rf"model\.safetensors: model\.layers\.{part}\.odd has a part of digits"
+    with pytest.raises(CheckpointError, match=words):
+        load(tmp_path, **({} if stored else {"quantization_config": Nvfp4Config()}))
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "words"),
+    [
+        ("weight_scale_2", lambda one: one - 1, "a global scale must be finite and not negative"),
+        ("weight_scale_2", lambda one: one.double(), "must be F32"),
+        ("weight_scale", lambda one: (-one.float()).to(E4M3), "block scales must be neither"),
+        ("weight_scale", lambda one: one.float(), "must be E4M3"),
+        ("weight", lambda one: one[:-1].clone(), "must be a matrix of U8 of shape"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("name", "stored"),
+    [
+        ("qwen3_moe", "model.layers.0.mlp.experts.3.down_proj"),
+        ("mixtral", "model.layers.0.block_sparse_moe.experts.3.w2"),
+    ],
+)
+def test_a_damaged_expert_is_named(
+    name: str,
+    stored: str,
+    part: str,
+    change: Any,
+    words: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """By its name in the checkpoint, as far as transformers does not rename it before."""
+    quantised(name).save_pretrained(tmp_path)
+    key = f"{stored}.{part}"
+    rewritten(tmp_path, lambda one: one | {key: change(one[key])})
+    owner = stored.replace("block_sparse_moe", "mlp")
+    with pytest.raises(RuntimeError, match="conversion"):
+        load(tmp_path)
+    assert re.search(rf"{re.escape(owner)}\.{part}:? {words}", caplog.text)
+
+
+@pytest.mark.parametrize(
+    "value", [torch.zeros(31), torch.zeros(32, 1), torch.zeros(32, dtype=torch.int64)]
+)
+def test_a_damaged_bias_is_named(
+    value: torch.Tensor, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = AutoModelForCausalLM.from_config(gpt_oss(), attn_implementation="eager").eval()
+    quantize_modules(model, True)
+    model.save_pretrained(tmp_path)
+    owner = "model.layers.0.mlp.experts.1.down_proj"
+    rewritten(tmp_path, lambda one: one | {f"{owner}.bias": value})
+    with pytest.raises(RuntimeError, match="conversion"):
+        load(tmp_path)
+    assert f"{owner}.bias must be floating-point numbers of shape (32,)" in caplog.text
 
 
 def test_a_matrix_of_an_expert_that_is_there_twice(tmp_path: Path) -> None:

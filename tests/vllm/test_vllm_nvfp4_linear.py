@@ -241,6 +241,17 @@ def test_block_scales_of_another_dtype_are_named(producer: str) -> None:
             parameter.weight_loader(parameter, given, "q")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int32])
+@pytest.mark.parametrize("producer", PRODUCERS)
+def test_global_scales_of_another_dtype_are_named(producer: str, dtype: torch.dtype) -> None:
+    with rank():
+        layer = qkv_layer(producer)
+        name = "weight_scale_2" if producer == "modelopt" else "weight_global_scale"
+        parameter = getattr(layer, name)
+        with pytest.raises(CheckpointError, match=rf"qkv_proj: the checkpoint has {dtype} in the"):
+            parameter.weight_loader(parameter, torch.ones((), dtype=dtype), "q")
+
+
 def test_ids_follow_from_the_name_and_live_layers_do_not_share_them() -> None:
     def one(config: VllmConfig) -> Any:
         with rank(config=config):

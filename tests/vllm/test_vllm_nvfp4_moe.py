@@ -249,6 +249,16 @@ def test_experts_that_were_never_loaded_are_named(matrices: Matrices) -> None:
             load_experts(layer, "modelopt", gates[:-1], ups[:-1], downs[:-1])
 
 
+@pytest.mark.parametrize("stack", ["w13", "w2"])
+def test_global_scales_of_another_dtype_are_named(stack: str) -> None:
+    with rank():
+        layer = experts(quantization("modelopt"), **SIZES)
+        parameter = getattr(layer, f"{stack}_weight_scale_2")
+        given = torch.ones((), dtype=torch.bfloat16)
+        with pytest.raises(CheckpointError, match=r"the checkpoint has torch\.bfloat16 in the"):
+            parameter.weight_loader(parameter, given, "w2.weight_scale_2", "w2", 0)
+
+
 def test_damaged_scales_are_refused(matrices: Matrices) -> None:
     gates, ups, downs = matrices
     bad = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import reprlib
 import stat
 from pathlib import Path
@@ -22,14 +23,20 @@ def shown(value: Any) -> str:
     return _short.repr(value)
 
 
-def check_regular(path: Path) -> None:
+def plain(name: str) -> str:
+    """The name of a tensor for a message: as it is, if it cannot break the line."""
+    return name if name.isprintable() else shown(name)
+
+
+def check_regular(path: Path) -> os.stat_result:
     """Check that `path` is a regular file or a link to one. Opening a pipe waits for its writer."""
     try:
-        mode = path.stat().st_mode
+        found = path.stat()
     except (OSError, ValueError) as problem:
         raise CheckpointError(f"{path} cannot be read: {problem}") from problem
-    if not stat.S_ISREG(mode):
+    if not stat.S_ISREG(found.st_mode):
         raise CheckpointError(f"{path} cannot be read: it is not a regular file")
+    return found
 
 
 def check_block_scales(where: str, scales: torch.Tensor) -> None:

@@ -52,7 +52,7 @@ class QuantizationConfig:
 
     def __post_init__(self) -> None:
         inner = self.producer == MODELOPT.producer
-        # A word with a capital is the class of a layer, and all that matter here are "Linear".
+        # A capitalized word is the class of a layer. Only "Linear" matters here.
         all_linear = not self.targets or any(name[:1].isupper() for name in self.targets)
         key = "exclude_modules" if self.source.endswith(MODELOPT_FILE) else "ignore"
         ignored = Patterns(f"{self.source}: {key}", self.ignore, inner=inner)

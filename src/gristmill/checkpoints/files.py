@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gristmill.checkpoints.checks import check_regular, shown
+from gristmill.checkpoints.checks import check_regular, plain, shown
 from gristmill.checkpoints.config import read_json
 from gristmill.errors import CheckpointError
 
@@ -50,6 +50,7 @@ class Files:
             self.where = _listed(index)
         else:
             self.where = _found(self.path)
+        self.marks: dict[Path, bool] = {}  # see `Reader.is_marked`
 
     def __contains__(self, name: object) -> bool:
         return name in self.where
@@ -64,7 +65,7 @@ class Files:
 
     def at(self, name: str) -> str:
         """A tensor, for a message: its file and its name."""
-        return f"{self.file_of(name)}: {name}"
+        return f"{self.file_of(name)}: {plain(name)}"
 
     @contextmanager
     def reading(self) -> Iterator[Reader]:
@@ -83,6 +84,7 @@ class Reader:
         self._path: Path | None = None
         self._handle: Any = None
         self._read = 0
+        self._seen: dict[Path, tuple[int, ...]] = {}  # which file a path was when it was opened
 
     def kind(self, name: str) -> tuple[str, tuple[int, ...]]:
         """The dtype, as safetensors writes it, and the shape of a tensor; its data is not read."""
@@ -100,10 +102,17 @@ class Reader:
         self._read += tensor.nbytes
         return tensor
 
-    def metadata(self, name: str) -> dict[str, str]:
-        """The metadata of the file that has a tensor."""
-        with _named(self.files.file_of(name), name):
-            return dict(self._open(name).metadata() or {})
+    def is_marked(self, name: str) -> bool:
+        """Whether the metadata of the file that has a tensor says that scales are swizzled."""
+        path = self.files.file_of(name)
+        if path not in self.files.marks:
+            with _named(path, name):
+                metadata = self._open(name).metadata() or {}
+            self.files.marks[path] = any(
+                "swizzle" in key.lower() and value.lower() not in ("", "0", "false", "no", "none")
+                for key, value in metadata.items()
+            )
+        return self.files.marks[path]
 
     def close(self) -> None:
         handle, self._handle, self._path, self._read = self._handle, None, None, 0
@@ -114,6 +123,11 @@ class Reader:
         path = self.files.file_of(name)
         if self._path != path or self._read > _CLOSE_AFTER:
             self.close()
+            found = check_regular(path)
+            now = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+            if self._seen.setdefault(path, now) != now:
+                # What was read of its headers need not hold any more.
+                raise CheckpointError(f"{path} was replaced while it was read")
             self._handle, self._path = _open(path), path
         return self._handle
 
@@ -121,7 +135,6 @@ class Reader:
 def _open(path: Path) -> Any:
     from safetensors import safe_open
 
-    check_regular(path)
     handle: Any = safe_open(path, framework="pt", device="cpu")
     return handle.__enter__()
 
@@ -136,7 +149,7 @@ def _named(path: Path, name: str = "") -> Iterator[None]:
     except CheckpointError:
         raise
     except Exception as problem:
-        tensor = f"{name}: " if name else ""
+        tensor = f"{plain(name)}: " if name else ""
         # The first line: torch adds a stack trace.
         said = (str(problem).splitlines() or [type(problem).__name__])[0]
         raise CheckpointError(f"{path} cannot be read: {tensor}{said[:_MAX_MESSAGE]}") from problem
@@ -159,6 +172,7 @@ def _alike(name: str, names: Iterable[str]) -> list[str]:
 
 def names_in(path: Path) -> list[str]:
     """Of the tensors in one file."""
+    check_regular(path)
     with _named(path):
         handle = _open(path)
         names = list(handle.keys())
@@ -210,7 +224,7 @@ def _found(path: Path) -> dict[str, Path]:
     for one in paths:
         for name in names_in(one):
             if name in files:
-                raise CheckpointError(f"{name} is both in {files[name]} and in {one}")
+                raise CheckpointError(f"{plain(name)} is both in {files[name]} and in {one}")
             files[name] = one
     return files
 

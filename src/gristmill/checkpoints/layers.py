@@ -140,10 +140,8 @@ def _check_order(reader: Reader, layer: Layer, shape: tuple[int, ...], swizzled:
 
 def _is_marked(reader: Reader, layer: Layer) -> bool:
     """By ComfyUI, whose files have swizzled scales, or by a word in the file's metadata."""
-    return f"{layer.module}.comfy_quant" in reader.files or any(
-        "swizzle" in key.lower() and value.lower() not in ("", "0", "false", "no", "none")
-        for key, value in reader.metadata(layer.scales).items()
-    )
+    is_comfy = f"{layer.module}.comfy_quant" in reader.files
+    return is_comfy or reader.is_marked(layer.scales)
 
 
 def _refuse_unquantized(reader: Reader, module: str) -> NoReturn:

@@ -12,7 +12,6 @@ import re
 import time
 from collections.abc import Iterable, Iterator
 from fnmatch import translate
-from itertools import combinations
 from typing import TYPE_CHECKING
 
 from gristmill.checkpoints.checks import shown
@@ -23,7 +22,10 @@ if TYPE_CHECKING:
 
 _REGEX = "re:"
 MAX_CHARACTERS = 1000  # of a wildcard or a regular expression
-MAX_TOTAL = 1 << 16  # of all of them in a list, with counted repeats written out
+# With counted repeats written out, as `regex` does when it compiles. It takes up to 300 bytes for a
+# character, and for repeated empty groups quadratic time: 0.1 s for these many characters.
+MAX_WRITTEN_OUT = 1 << 13  # of one
+MAX_TOTAL = 1 << 20  # of all of them in a list
 COMPILE_TIMEOUT_S = 5.0  # for all of them in a list
 MATCH_TIMEOUT_S = 1.0  # for a module and all regular expressions of a list
 TOTAL_TIMEOUT_S = 60.0  # for all modules
@@ -49,18 +51,24 @@ class Patterns:
         self._wild: list[re.Pattern[str]] = []
         self._expressions: list[tuple[str, regex.Pattern[str]]] = []
         self._left_s = TOTAL_TIMEOUT_S
+        self._parts = 0  # of the longest name in `_inner`
         total, start = 0, time.thread_time()
         for pattern in patterns:
             is_expression = pattern.startswith(_REGEX)
             if not is_expression and _WILD.search(pattern) is None:
                 self._names.add(pattern)
-                self._inner.update([pattern.strip(".")] if inner else [])
+                if inner:
+                    name = pattern.strip(".")
+                    self._inner.add(name)
+                    self._parts = max(self._parts, name.count(".") + 1)
                 continue
-            total += _length(where, pattern) if is_expression else len(pattern)
-            if len(pattern) > MAX_CHARACTERS or total > MAX_TOTAL:
+            length = _length(where, pattern) if is_expression else len(pattern)
+            total += length
+            if len(pattern) > MAX_CHARACTERS or length > MAX_WRITTEN_OUT or total > MAX_TOTAL:
                 raise CheckpointError(
-                    f"{where}: {shown(pattern)} is too long: patterns may have {MAX_CHARACTERS} "
-                    f"characters, {MAX_TOTAL} in total, with counted repeats written out"
+                    f"{where}: {shown(pattern)} is too long: a pattern may have {MAX_CHARACTERS} "
+                    f"characters, {MAX_WRITTEN_OUT} with counted repeats written out, and all of "
+                    f"them {MAX_TOTAL}"
                 )
             if is_expression:
                 self._expressions.append((pattern, _compiled(where, pattern)))
@@ -70,11 +78,11 @@ class Patterns:
                 raise CheckpointError(f"{where}: the patterns take too long to compile")
 
     def match(self, module: str) -> bool:
-        # With the dot: a pattern for everything below a module matches the module.
+        # Also with a dot: a pattern for everything below a module matches the module.
         below = f"{module}."
         if module in self._names or below in self._names:
             return True
-        if self._inner and not self._inner.isdisjoint(_runs(module)):
+        if not self._inner.isdisjoint(_runs(module, self._parts)):
             return True
         if any(wild.match(module) or wild.match(below) for wild in self._wild):
             return True
@@ -98,7 +106,7 @@ class Patterns:
 
 
 def _length(where: str, pattern: str) -> int:
-    """The length with counted repeats written out, as `regex` does when it compiles."""
+    """The length with counted repeats written out."""
     length = len(pattern)
     for after in pattern.split("{")[1:] if length <= MAX_CHARACTERS else ():
         count = _COUNT.match(after)
@@ -111,6 +119,8 @@ def _length(where: str, pattern: str) -> int:
 def _compiled(where: str, pattern: str) -> regex.Pattern[str]:
     import regex
 
+    if "[:" in pattern:  # it opens a POSIX class in `regex` alone
+        raise CheckpointError(f"{where}: {shown(pattern)} has a POSIX class, which is not read")
     try:
         text = pattern.removeprefix(_REGEX)
         re.compile(text)
@@ -121,7 +131,9 @@ def _compiled(where: str, pattern: str) -> regex.Pattern[str]:
         ) from problem
 
 
-def _runs(module: str) -> Iterator[str]:
-    """Every run of parts of a dotted name."""
+def _runs(module: str, most: int) -> Iterator[str]:
+    """Every run of up to `most` parts of a dotted name."""
     parts = module.split(".")
-    return (".".join(parts[one:two]) for one, two in combinations(range(len(parts) + 1), 2))
+    for start in range(len(parts)):
+        for end in range(start + 1, min(start + most, len(parts)) + 1):
+            yield ".".join(parts[start:end])

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from gristmill.checkpoints.checks import check_block_scales, multiplier, shown
+from gristmill.checkpoints.checks import check_block_scales, multiplier, plain, shown
 from gristmill.checkpoints.config import QuantizationConfig
 from gristmill.checkpoints.files import Files, Reader
 from gristmill.checkpoints.layers import Layer, check_inputs, find_layer, names_of, parts_of
@@ -190,10 +190,10 @@ class Checkpoint:
         below = tuple(f"{prefix}.{part}" for part in parts)
         with self._files.reading() as reader:
             for name in self.names():
-                if name.startswith(below) and len(reader.kind(name)[1]) == 3:
+                if name.startswith(below) and len(shape := reader.kind(name)[1]) == 3:
                     return (
-                        f"; they are stored stacked ({name} has shape {reader.kind(name)[1]}), "
-                        f"which is not read: only experts of two dims each are"
+                        f"; they are stored stacked ({plain(name)} has shape {shape}), which is "
+                        f"not read: only experts of two dims each are"
                     )
         return ""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -48,10 +49,11 @@ def save_modelopt(
 ) -> None:
     """Write a checkpoint: safetensors files, config.json and hf_quant_config.json.
 
-    Everything is written to a temporary folder ``.saving-...`` inside `folder` first, so an error
-    leaves a checkpoint that was there unchanged. At the end the files of the old checkpoint are
-    removed and the new ones moved in: if the process is killed meanwhile, files are missing, and
-    the folder cannot be read as a checkpoint. Links are replaced, not followed.
+    Everything is written to a temporary folder ``.saving-...`` inside `folder` first. At the end,
+    the files of the old checkpoint are moved into ``.saving-.../old`` and the new ones moved out.
+    An error, or an interrupt, leaves a checkpoint that was there unchanged. If the process is
+    killed while files are moved, some are missing: neither checkpoint can be read then, only
+    safetensors files of other names, such as an adapter's. Links are replaced, not followed.
 
     Args:
         folder: made if it is not there.
@@ -250,12 +252,28 @@ def _replacing(folder: Path) -> Iterator[Path]:
         for name in (*written, *old):
             if (folder / name).is_dir():
                 raise CheckpointError(f"save_modelopt: {folder / name} is a folder, not a file")
-        # The old tensors go before the first new file comes, the index first. The new index comes
-        # after the files that it lists.
-        for name in old:
-            (folder / name).unlink(missing_ok=True)
-        for name in sorted(written, key=lambda name: name == INDEX_FILE):
-            os.replace(Path(place) / name, folder / name)
+        # Move the old files away, the index first, before moving in the new ones. The new index is
+        # moved last, after the files that it lists.
+        order = sorted(written, key=lambda name: name == INDEX_FILE)
+        incoming = [(Path(place) / name, folder / name) for name in order]
+        aside = Path(place) / "old"
+        aside.mkdir()
+        outgoing, configs = (
+            [(folder / name, aside / name) for name in names if os.path.lexists(folder / name)]
+            for names in (old, (CONFIG_FILE, MODELOPT_FILE))
+        )
+        # The configs stay until they are replaced: users may have no other copy.
+        for source, target in configs:
+            shutil.copy2(source, target, follow_symlinks=False)
+        try:
+            for source, target in (*outgoing, *incoming):
+                os.replace(source, target)
+        except BaseException:
+            # What is no longer at its source was moved, also if an interrupt came just after.
+            for source, target in reversed((*configs, *outgoing, *incoming)):
+                if not os.path.lexists(source):
+                    os.replace(target, source)
+            raise
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -20,9 +20,10 @@ weight that is gate before up (`_paired`) fragments are in pairs, always.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from gristmill.errors import ArgumentError, CheckpointError
 from gristmill.formats.nvfp4 import packing
@@ -38,6 +39,7 @@ from gristmill.formats.nvfp4.tensor import (
     NVFP4Tensor,
     PackedNVFP4,
 )
+from gristmill.ops.overlap import is_overlapping
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -179,10 +181,10 @@ class NVFP4Module(torch.nn.Module):
     ) -> Any:
         """As :meth:`torch.nn.Module.load_state_dict`, but this module loads all or nothing.
 
-        It is an error, and the module keeps its values, if a tensor has a wrong shape or dtype, if
-        a block scale is negative or NaN, if a global scale is negative or not finite, or if a key
-        is missing or unexpected and `strict` is set. Scales on a GPU are not checked, since that
-        would synchronize with it.
+        It is an error, and the module keeps its values, if a tensor has a wrong shape or dtype, has
+        no values or cannot be written to, if a block scale is negative or NaN, if a global scale is
+        negative or not finite, or if a key is missing or unexpected and `strict` is set. Scales on
+        a GPU are not checked, since that would synchronize with it.
 
         As part of a larger module, each such module loads all that the state dict has for it or
         nothing. There torch does not pass `strict` on: if keys are missing, the others are loaded
@@ -220,7 +222,7 @@ class NVFP4Module(torch.nn.Module):
             problems = self._problems(found, prefix, assign)
             error_msgs.extend(problems)
             if problems or (self._is_strict and not self._has_all(found, prefix)):
-                # Without these keys torch goes on to its error and loads nothing.
+                # Without this module's keys torch loads nothing of it and raises its error.
                 self.__dict__["_is_strict"] = False
                 rejected.extend(key for key in self._own(prefix) if key in found)
                 for key in rejected:
@@ -248,7 +250,7 @@ class NVFP4Module(torch.nn.Module):
         finally:
             adapting.remove()
             missing_keys[:] = [key for key in missing_keys if key not in rejected]
-            if assign and not rejected:
+            if assign:
                 for which in self._prefixes:
                     self._settle(which)
             elif not assign:
@@ -261,8 +263,8 @@ class NVFP4Module(torch.nn.Module):
         """What is to be loaded in the form of buffers in rows."""
         for name, (shape, _) in self._kinds().items():
             found = state_dict.get(prefix + name)
-            if not isinstance(found, torch.Tensor):
-                continue
+            if not _is_dense(found):
+                continue  # `_problem` says so
             found = found.detach()  # of a parameter too, which would not be assigned as a buffer
             if name.endswith("weight_scale_2"):
                 found = _for_every_row(found, shape)
@@ -295,7 +297,7 @@ class NVFP4Module(torch.nn.Module):
         }
 
     def _has_all(self, state_dict: dict[str, Any], prefix: str) -> bool:
-        """Whether torch will find no key of this module missing or unexpected."""
+        """Whether a state dict has exactly the keys of this module."""
         own = self._own(prefix)
         below = tuple(f"{prefix}{name}." for name in self._modules)
         others = {key for key in state_dict if key.startswith(prefix) and key not in own}
@@ -365,7 +367,7 @@ def _part_moved(part: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) 
 
 def _overwrite(old: PackedNVFP4, new: PackedNVFP4) -> None:
     """The values of `new` in the memory of `old`."""
-    with torch.inference_mode(old.codes.is_inference()), torch.no_grad():
+    with torch.no_grad():
         old.codes.copy_(new.codes)
         old.scales.copy_(new.scales)
         old.row_scale.copy_(new.row_scale)
@@ -374,6 +376,17 @@ def _overwrite(old: PackedNVFP4, new: PackedNVFP4) -> None:
 def _are_plain(*tensors: torch.Tensor) -> bool:
     """Whether they are no fakes, no DTensors and the like."""
     return all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors)
+
+
+def _is_dense(found: Any) -> TypeGuard[torch.Tensor]:
+    """Whether it is a tensor with a shape and strides."""
+    if not isinstance(found, torch.Tensor) or is_lazy(found):
+        return False
+    return found.layout == torch.strided and not found.is_nested
+
+
+def _has_values(part: torch.Tensor) -> bool:
+    return not (part.is_meta or hasattr(part, "fake_mode"))
 
 
 def _problem(
@@ -386,10 +399,9 @@ def _problem(
     """Why `found` cannot be loaded. `kind` is that of a part of a weight, None for a bias."""
     from gristmill.checkpoints.checks import check_block_scales, check_global_scales
 
-    if not isinstance(found, torch.Tensor):
-        return f"{key} must be a tensor, got {type(found).__name__}"
-    if found.layout != torch.strided or found.is_nested:
-        return f"{key} must be a dense tensor, got layout {found.layout}"
+    if not _is_dense(found):
+        layout = f" of layout {found.layout}" if isinstance(found, torch.Tensor) else ""
+        return f"{key} must be a dense tensor, got {type(found).__name__}{layout}"
     shape = held.shape if kind is None else kind[0]
     if found.shape != shape:
         return (
@@ -402,8 +414,12 @@ def _problem(
         return f"{key} must have a floating-point dtype, got {found.dtype}"
     if not assign and hasattr(found, "device_mesh") != hasattr(held, "device_mesh"):
         return f"{key} must be a {type(held).__name__}, got a {type(found).__name__}"
-    if found.is_meta and not (held.is_meta or assign):
-        return f"{key} is on the meta device: there are no values to load"
+    if not assign and _has_values(held) and not _has_values(found):
+        return f"{key} is on the meta device or fake: there are no values to load"
+    if not assign and held.is_inference() and not torch.is_inference_mode_enabled():
+        return f"{key} was made in inference mode, and can be written to only there"
+    if not assign and is_overlapping(held):
+        return f"{key} cannot be written to: elements of it share memory"
     if kind is None or found.device.type != "cpu" or not packing.is_real(found):
         return None
     try:
@@ -417,7 +433,7 @@ def _problem(
 
 
 def _for_every_row(scale: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """`scale` of one value per matrix as `shape`; anything else is for `_problem` to judge."""
+    """`scale` of one value per matrix as `shape`. Others are returned unchanged: see `_problem`."""
     matrices = shape[:-1]
     if scale.shape == shape or scale.numel() != matrices.numel():
         return scale

@@ -90,7 +90,7 @@ class Targets:
         """Check that a tensor is of one of the model's experts, and that no other name means it."""
         count = self._counts[name]
         # In Python's form: "01" and "1" would be the same expert.
-        if len(number) > 9 or str(int(number)) != number or int(number) >= count:
+        if str(int(number)) != number or int(number) >= count:
             raise CheckpointError(
                 f"from_pretrained: {key} in the checkpoint is of none of the {count} experts of "
                 f"{name}, 0 to {count - 1}"
@@ -101,6 +101,13 @@ class Targets:
                 f"from_pretrained: {key} in the checkpoint is of the same matrix as "
                 f"{known[0]}.{number}.{known[1]}"
             )
+
+    def owners(self, name: str, matrix: str) -> list[str]:
+        """A matrix of each expert by its name in the checkpoint, after renamings; if it has any."""
+        known = self._called.get((name, int(matrix[0])))
+        if known is None:
+            return [name]
+        return [f"{known[0]}.{number}.{known[1]}" for number in range(self._counts[name])]
 
     def put_linear(self, name: str, weight: NVFP4Tensor | torch.Tensor, config: Any) -> None:
         old = self.model.get_submodule(name)
@@ -227,9 +234,9 @@ class Assemble(ConversionOps):  # type: ignore[misc]
         _check_plain(self.targets.model, full_layer_name)
         layout = self.targets.modules[name]
         if layout is None:
-            weight = _weight(name, input_dict, "")
+            weight = _weight([name], input_dict, "")
             wanted = shape_of(self.targets.model.get_submodule(name))
-            if weight.shape[0] != 1 or tuple(weight.shape[1:]) != wanted:
+            if tuple(weight.shape[1:]) != wanted:
                 raise CheckpointError(
                     f"{name}: the weight has shape {tuple(weight.shape[1:])}, the model's has "
                     f"{wanted}"
@@ -259,10 +266,11 @@ class Assemble(ConversionOps):  # type: ignore[misc]
                 raise CheckpointError(
                     f"{name}: the checkpoint has {len(tensors)} of {count} experts ({role})"
                 )
+        owners = {one: self.targets.owners(name, one) for one in wanted}
         if is_bias:
-            biases = [_biases(name, parameter, found, one, wanted[one].shape) for one in wanted]
+            biases = [_biases(owners[one], found, one, wanted[one].shape) for one in wanted]
             return torch.cat(biases, 1)
-        weights = {one: _weight(name, found, one) for one in wanted}
+        weights = {one: _weight(owners[one], found, one) for one in wanted}
         for one, weight in weights.items():
             if weight.shape != wanted[one].shape:
                 raise CheckpointError(
@@ -282,63 +290,68 @@ def _part(part: str) -> str | None:
     return None
 
 
+def _collected(
+    owners: list[str], found: Mapping[str, list[torch.Tensor]], role: str, part: str
+) -> list[torch.Tensor]:
+    """What came for a part of each of the modules `owners`, which transformers sorts by number."""
+    tensors = found.get(role, [])
+    if not tensors:
+        raise CheckpointError(f"{owners[0]}: there is no {part} in the checkpoint")
+    if len(tensors) != len(owners):
+        raise CheckpointError(f"{owners[0]}: the checkpoint has {len(tensors)} of {part}")
+    return tensors
+
+
 def _biases(
-    name: str,
-    parameter: str,
-    found: Mapping[str, list[torch.Tensor]],
-    matrix: str,
-    shape: torch.Size,
+    owners: list[str], found: Mapping[str, list[torch.Tensor]], matrix: str, shape: torch.Size
 ) -> torch.Tensor:
     """The biases of one matrix of all experts, stacked."""
-    tensors = found.get(f"{matrix}bias", [])
-    for one in tensors:
+    tensors = _collected(owners, found, f"{matrix}bias", "bias")
+    for owner, one in zip(owners, tensors, strict=True):
         if one.shape != shape[1:] or not one.is_floating_point():
             raise CheckpointError(
-                f"{name}: a part of {parameter} must be floating-point numbers of shape "
-                f"{tuple(shape[1:])}, got {one.dtype} {tuple(one.shape)}"
+                f"{owner}.bias must be floating-point numbers of shape {tuple(shape[1:])}, got "
+                f"{one.dtype} {tuple(one.shape)}"
             )
-    if not tensors:
-        raise CheckpointError(f"{name}: a part of {parameter} is not in the checkpoint")
     return torch.stack(tensors)
 
 
-def _weight(name: str, found: Mapping[str, list[torch.Tensor]], matrix: str) -> NVFP4Tensor:
-    """A stack of matrices, one for each tensor that was collected."""
+def _weight(owners: list[str], found: Mapping[str, list[torch.Tensor]], matrix: str) -> NVFP4Tensor:
+    """A stack of matrices, one for each of the modules `owners`."""
     which = 1 if f"{matrix}1:c" in found else 0
     names: Names = _KNOWN[which]
-    parts = []
-    for role, part in (
-        (f"{which}:c", names.codes),
-        ("0:s", names.scales),
-        (f"{which}:g", names.global_scale),
-    ):
-        tensors = found.get(f"{matrix}{role}")
-        if not tensors:
-            raise CheckpointError(f"{name}: there is no {part} in the checkpoint")
-        parts.append(tensors)
-    codes, scales, factors = parts
-    for one in codes:
+    codes, scales, factors = (
+        _collected(owners, found, f"{matrix}{role}", part)
+        for role, part in (
+            (f"{which}:c", names.codes),
+            ("0:s", names.scales),
+            (f"{which}:g", names.global_scale),
+        )
+    )
+    for owner, one in zip(owners, codes, strict=True):
         if one.dtype != torch.uint8 or one.dim() != 2 or one.shape != codes[0].shape:
             same = "" if one is codes[0] else f" of shape {tuple(codes[0].shape)}, as others are"
             raise CheckpointError(
-                f"{name}.{names.codes} must be a matrix of U8{same}, got {one.dtype} "
+                f"{owner}.{names.codes} must be a matrix of U8{same}, got {one.dtype} "
                 f"{tuple(one.shape)}"
             )
     wanted = (codes[0].shape[0], codes[0].shape[1] * 2 // BLOCK)
-    for one in scales:
+    for owner, one in zip(owners, scales, strict=True):
+        where = f"{owner}.{names.scales}"
         if one.dtype != E4M3 or tuple(one.shape) != wanted:
             raise CheckpointError(
-                f"{name}.{names.scales} must be E4M3 of shape {wanted}, got {one.dtype} "
-                f"{tuple(one.shape)}"
+                f"{where} must be E4M3 of shape {wanted}, got {one.dtype} {tuple(one.shape)}"
             )
+        check_block_scales(where, one)
     stacked = torch.stack([one.view(torch.uint8) for one in scales]).view(E4M3)
-    check_block_scales(f"{name}.{names.scales}", stacked)
-    where = f"{name}.{names.global_scale}"
-    for one in factors:
+    multipliers = []
+    for owner, one in zip(owners, factors, strict=True):
+        where = f"{owner}.{names.global_scale}"
         if one.dtype != torch.float32:
             raise CheckpointError(f"{where} must be F32, got {one.dtype}")
-    scale = torch.stack([multiplier(where, one.cpu(), names.divides) for one in factors])
-    return NVFP4Tensor(torch.stack(codes), stacked, scale.to(codes[0].device))
+        multipliers.append(multiplier(where, one.cpu(), names.divides))
+    scale = torch.stack(multipliers).to(codes[0].device)
+    return NVFP4Tensor(torch.stack(codes), stacked, scale)
 
 
 def _check_plain(model: torch.nn.Module, name: str) -> None:

@@ -14,6 +14,7 @@ from transformers.core_model_loading import WeightRenaming
 from transformers.quantizers.base import HfQuantizer
 
 from gristmill.checkpoints import QuantizationConfig
+from gristmill.checkpoints.checks import plain
 from gristmill.checkpoints.files import names_in
 from gristmill.checkpoints.names import MODELOPT
 from gristmill.errors import ArgumentError, CheckpointError
@@ -229,7 +230,14 @@ def _names_in(files: Any) -> list[str] | None:
     """Of the tensors in a checkpoint's files; None where they tell it only when they are loaded."""
     if not files or not all(str(one).endswith(".safetensors") for one in files):
         return None
-    return [name for one in files for name in names_in(Path(str(one)))]
+    names = []
+    for file in files:
+        for name in names_in(Path(str(file))):
+            # To transformers, which sorts the names, each part of digits is a number.
+            if any(part.isdigit() and not part.isdecimal() for part in name.split(".")):
+                raise CheckpointError(f"{file}: {plain(name)} has a part of digits, not a number")
+            names.append(name)
+    return names
 
 
 def _told_beside(files: Any) -> QuantizationConfig | None:

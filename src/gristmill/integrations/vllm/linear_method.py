@@ -67,10 +67,11 @@ class GristmillNvfp4LinearMethod(compat.LinearMethodBase):  # type: ignore[misc]
                 weight_loader=checked_loader(self.prefix, loader, data.dtype),
             )
             layer.register_parameter(name, parameter)
+        data = empty_global_scales(len(output_partition_sizes))
         layer.register_parameter(
             self.names.global_scale,
             compat.PerTensorScaleParameter(
-                data=empty_global_scales(len(output_partition_sizes)), weight_loader=loader
+                data=data, weight_loader=checked_loader(self.prefix, loader, data.dtype)
             ),
         )
         layer.register_parameter(self.names.input_scale, input_scales())

@@ -84,11 +84,14 @@ class GristmillNvfp4MoeMethod(compat.FusedMoEMethodBase):  # type: ignore[misc]
             ("w2_", hidden_size, inner, ()),
         ):
             codes, scales = empty_weight(num_experts, rows, columns)
-            checked = [checked_loader(self.prefix, loader, part.dtype) for part in (codes, scales)]
+            global_scales = empty_global_scales(num_experts, *scales_of_each)
+            checked = [
+                checked_loader(self.prefix, loader, part.dtype)
+                for part in (codes, scales, global_scales)
+            ]
             _register(layer, stack + self.names.codes, codes, checked[0])
             _register(layer, stack + self.names.scales, scales, checked[1], BLOCKS)
-            data = empty_global_scales(num_experts, *scales_of_each)
-            _register(layer, stack + self.names.global_scale, data, loader, TENSOR)
+            _register(layer, stack + self.names.global_scale, global_scales, checked[2], TENSOR)
             layer.register_parameter(stack + self.names.input_scale, input_scales())
 
     def process_weights_after_loading(self, layer: Any) -> None:

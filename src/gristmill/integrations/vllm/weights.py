@@ -72,8 +72,8 @@ def _drop(param: Parameter, loaded_weight: torch.Tensor, *others: Any, **named: 
 
 
 def checked_loader(prefix: str, loader: Any, dtype: torch.dtype) -> Any:
-    """`loader` for codes or block scales of `dtype`. Other dtypes are an error: the loader would
-    convert numbers that are codes.
+    """`loader` for codes or scales of `dtype`. Other dtypes are an error: the loader would convert
+    numbers that are codes, and round global scales.
     """
     if loader is None:
         return None
