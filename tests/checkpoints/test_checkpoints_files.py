@@ -106,6 +106,10 @@ def test_names_in_messages_are_one_line(tmp_path: Path) -> None:
         f"{tmp_path / 'model.safetensors'}: 'a\\nb.weight_scale_2' must be one value, "
         f"got shape (3,)"
     )
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint(tmp_path).tensor("a\nb.weigh")
+    assert "did you mean 'a\\nb.weight', " in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_names_are_compared_with_some_others(

@@ -502,6 +502,7 @@ EMPTY = {"weight_scale": ("F8_E4M3", [0, 2], 0)}
         ({"weight": ("U8", [16, 17], 256)}, "cannot be read"),
         ({"weight": ("XX", [16, 16], 256)}, "cannot be read"),
         ({"weight": ("X" * 1_000_000, [16, 16], 256)}, "cannot be read"),
+        ({"weight": ("\0\33[31m\u202e", [16, 16], 256)}, r"`\\x00\\x1b\[31m\\u202e`"),
         ({"weight": ("U8", [16, 16] + [1] * 100_000, 256)}, r"a\.weight has 100002 dims"),
         ({"weight_scale": ("F8_E4M3", [0, 2**64 - 1], 0)}, r"a\.weight_scale must have shape"),
         ({"weight_scale": ("F8_E4M3", [32, 1], 32)}, r"a\.weight_scale must have shape"),

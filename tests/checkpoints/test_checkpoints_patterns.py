@@ -184,6 +184,24 @@ def test_no_wildcard_takes_long(pattern: str) -> None:
     assert time.perf_counter() - start < 2
 
 
+def test_many_wildcards_do_not_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes a microsecond; all of them, by all modules, would take minutes."""
+    monkeypatch.setattr(patterns, "TOTAL_TIMEOUT_S", 0.2)
+    ours = matcher(*(f"*{number}*x" for number in range(2000)))
+    start = time.perf_counter()
+    with pytest.raises(CheckpointError, match=r"ignore: '\*1999\*x' takes too long .* in total"):
+        any(ours.match(f"model.layers.{number}.up_proj") for number in range(10_000))
+    assert time.perf_counter() - start < 5
+
+
+def test_a_stopped_process_is_no_slow_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = matcher("*b", "re:.*c$")
+    clock = iter(range(0, 10_000, 1000))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
+    assert not ours.match("a")
+    assert ours.match("a.c")
+
+
 # `regex` writes counted repeats out: these would take gigabytes.
 COUNTED = (
     "a{1000000000}",
@@ -207,6 +225,7 @@ def test_counted_repeats_are_bounded(pattern: str) -> None:
         ("a)", "unbalanced parenthesis at position 1"),
         ("[a", "unterminated character set at position 0"),
         ("[b-a]", "bad character range b-a at position 1"),
+        ("[\33-\0]", r"bad character range \\x1b-\\x00 at position 1"),
         ("*a", "nothing to repeat at position 0"),
         ("a**", "multiple repeat at position 2"),
         ("a{3,2}", "min repeat greater than max repeat at position 2"),

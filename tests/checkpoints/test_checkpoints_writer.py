@@ -266,7 +266,7 @@ def test_rows_of_different_scales_are_refused(tmp_path: Path) -> None:
         ({"a": weight(8, 32)}, {"shards": {"a": {"b": 9, "c": -1}}}, "add up to its 8 rows, got"),
         ({"a": weight(8, 32), "a.weight": torch.ones(1)}, {}, r"a\.weight would be there twice"),
         ({"a": weight(8, 32, scale=-1.0)}, {}, "a: a global scale must be finite and not negat"),
-        ({"a": weight(8, 32, scale=float("nan"))}, {}, "different global scales"),
+        ({"a": weight(8, 32, scale=float("nan"))}, {}, "a: a global scale .* got nan"),
         ({"a": weight(1, 32, scale=float("nan"))}, {}, "finite and not negative, got nan"),
         ({"a": weight(8, 32, scale=float("inf"))}, {}, "finite and not negative, got inf"),
         (
@@ -274,6 +274,20 @@ def test_rows_of_different_scales_are_refused(tmp_path: Path) -> None:
             {"shards": {"a": {"b": 8}, "a.weight": {"c": 8}}},
             "shards names a twice",
         ),
+        ({"a": weight(8, 32)}, {"ignore": "lm_head"}, "ignore must be a list of strings"),
+        (
+            {"a": torch.ones(2, device="meta")},
+            {},
+            "a must be a dense tensor .* on the meta device",
+        ),
+        ({"a": weight(8, 32).to("meta")}, {}, "a must be a dense tensor .* on the meta device"),
+        (
+            {"a": torch.eye(3).to_sparse()},
+            {},
+            r"a must be a dense .* layout torch\.sparse_c",
+        ),
+        ({"__metadata__": torch.ones(2)}, {}, "no tensor can have the name '__metadata__'"),
+        ({"a" * 990: weight(8, 32)}, {}, "the name of a tensor may have 1000 characters"),
         ({"a": quantize(torch.ones(2, 2, 2, 16))}, {}, r"a matrix or a stack .* \(2, 2, 2, 16\)"),
     ],
 )

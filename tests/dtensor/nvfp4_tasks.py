@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from mesh_pool import device_mesh
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -159,6 +160,7 @@ def rejected() -> dict[str, tuple[str, bool]]:
     given = {name: part + part for name, part in own.items() if name != "weight_scale"}
     given["weight_scale"] = own["weight_scale"]
     mesh = layer.bias.device_mesh
+    other = init_device_mesh("cpu", (mesh.size() // 2, 2))
     bad = {
         "rows": ("weight", given["weight"][:-1]),
         "scales": ("weight_scale", given["weight_scale"].view(torch.uint8) * 0 + 255),
@@ -166,6 +168,7 @@ def rejected() -> dict[str, tuple[str, bool]]:
         "a weight for all": ("weight", distribute_tensor(saved["weight"], mesh, [Shard(0)])),
         "bias": ("bias", saved["bias"][:-1]),
         "dtype": ("bias", saved["bias"].int()),
+        "mesh": ("bias", distribute_tensor(saved["bias"], other, [Replicate(), Replicate()])),
     }
     found = {}
     for what, (name, part) in bad.items():

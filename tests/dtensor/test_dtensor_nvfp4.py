@@ -94,6 +94,7 @@ def test_state_dicts_that_are_rejected(mesh_pool: MeshPool) -> None:
         "a weight for all": "weight must be a Tensor, got a DTensor",
         "bias": "size mismatch for bias",
         "dtype": "bias must have a floating-point dtype, got torch.int32",
+        "mesh": "bias must be on the device mesh",
     }
     for found in mesh_pool.run("nvfp4_tasks:rejected"):
         assert found.keys() == messages.keys()

@@ -263,6 +263,21 @@ def test_what_cannot_be_written_to_rejects_all(arch: str) -> None:
     assert_state(inferred, given)
 
 
+@pytest.mark.parametrize("arch", LAYOUTS)
+def test_what_torch_cannot_assign_rejects_all(arch: str, become: Become) -> None:
+    """A tensor made in inference mode cannot become a parameter that is trained."""
+    become(arch)
+    made, given = linear(), linear().state_dict()
+    kept, before = copied(made.state_dict()), addresses(made)
+    with torch.inference_mode():
+        given = copied(given)
+    for strict in (True, False):
+        with pytest.raises(RuntimeError, match="requires_grad=True on inference tensor"):
+            made.load_state_dict(given, strict, assign=True)
+        assert addresses(made) == before
+        assert_state(made, kept)
+
+
 def test_layers_beside_a_tensor_without_strides() -> None:
     """Torch loads them: it raises its error at the end."""
     model, given = torch.nn.Sequential(linear(), linear(), linear()), {}

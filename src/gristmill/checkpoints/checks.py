@@ -28,6 +28,11 @@ def plain(name: str) -> str:
     return name if name.isprintable() else shown(name)
 
 
+def escaped(message: str) -> str:
+    """A message of another library, which quotes from a file, on one line."""
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in message)
+
+
 def check_regular(path: Path) -> os.stat_result:
     """Check that `path` is a regular file or a link to one. Opening a pipe waits for its writer."""
     try:

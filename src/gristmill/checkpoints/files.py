@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gristmill.checkpoints.checks import check_regular, plain, shown
+from gristmill.checkpoints.checks import check_regular, escaped, plain, shown
 from gristmill.checkpoints.config import read_json
 from gristmill.errors import CheckpointError
 
@@ -21,6 +21,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 MAX_CHARACTERS = 1000  # of a tensor's name
+_METADATA = "__metadata__"  # in the header of a file, what is not a tensor
 _MAX_DIMS = 64  # torch's own limit
 _MAX_ALIKE = 1000  # names that are compared for a suggestion
 _MAX_MESSAGE = 300  # characters of a message of safetensors, which quotes values from the file
@@ -60,7 +61,7 @@ class Files:
             return self.where[name]
         except KeyError:
             near = difflib.get_close_matches(name, _alike(name, self.where), n=3)
-            hint = f"; did you mean {', '.join(near)}?" if near else ""
+            hint = f"; did you mean {', '.join(map(plain, near))}?" if near else ""
             raise CheckpointError(f"{self.path}: there is no tensor {name!r}{hint}") from None
 
     def at(self, name: str) -> str:
@@ -151,8 +152,8 @@ def _named(path: Path, name: str = "") -> Iterator[None]:
     except Exception as problem:
         tensor = f"{plain(name)}: " if name else ""
         # The first line: torch adds a stack trace.
-        said = (str(problem).splitlines() or [type(problem).__name__])[0]
-        raise CheckpointError(f"{path} cannot be read: {tensor}{said[:_MAX_MESSAGE]}") from problem
+        said = (str(problem).splitlines() or [type(problem).__name__])[0][:_MAX_MESSAGE]
+        raise CheckpointError(f"{path} cannot be read: {tensor}{escaped(said)}") from problem
 
 
 def _alike(name: str, names: Iterable[str]) -> list[str]:
@@ -177,15 +178,17 @@ def names_in(path: Path) -> list[str]:
         handle = _open(path)
         names = list(handle.keys())
         handle.__exit__(None, None, None)
-    _check_names(path, names)
+    check_tensor_names(path, names)
     return names
 
 
-def _check_names(path: Path, names: Iterable[str]) -> None:
+def check_tensor_names(where: str | Path, names: Iterable[str]) -> None:
     for name in names:
+        if name == _METADATA:
+            raise CheckpointError(f"{where}: no tensor can have the name {name!r}")
         if len(name) > MAX_CHARACTERS:
             raise CheckpointError(
-                f"{path}: the name of a tensor may have {MAX_CHARACTERS} characters, "
+                f"{where}: the name of a tensor may have {MAX_CHARACTERS} characters, "
                 f"{shown(name)} has {len(name)}"
             )
 
@@ -202,7 +205,7 @@ def _listed(index: Path) -> dict[str, Path]:
                 f"{shown(file)} for {shown(name)}"
             )
         paths.setdefault(file, index.parent / file)
-    _check_names(index, weights)
+    check_tensor_names(index, weights)
     missing = sorted(file for file, path in paths.items() if not os.path.lexists(path))
     if missing:
         raise CheckpointError(f"{index} lists files that are not there: {shown(missing)}")

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from fnmatch import translate
 from typing import TYPE_CHECKING
 
-from gristmill.checkpoints.checks import shown
+from gristmill.checkpoints.checks import escaped, shown
 from gristmill.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ MAX_CHARACTERS = 1000  # of a wildcard or a regular expression
 MAX_WRITTEN_OUT = 1 << 13  # of one
 MAX_TOTAL = 1 << 20  # of all of them in a list
 COMPILE_TIMEOUT_S = 5.0  # for all of them in a list
-MATCH_TIMEOUT_S = 1.0  # for a module and all regular expressions of a list
+MATCH_TIMEOUT_S = 1.0  # for a module and all patterns of a list
 TOTAL_TIMEOUT_S = 60.0  # for all modules
 
 _WILD = re.compile(r"[*?\[]")
@@ -48,7 +48,7 @@ class Patterns:
         self._where = where
         self._names: set[str] = set()
         self._inner: set[str] = set()
-        self._wild: list[re.Pattern[str]] = []
+        self._wild: list[tuple[str, re.Pattern[str]]] = []
         self._expressions: list[tuple[str, regex.Pattern[str]]] = []
         self._left_s = TOTAL_TIMEOUT_S
         self._parts = 0  # of the longest name in `_inner`
@@ -73,7 +73,7 @@ class Patterns:
             if is_expression:
                 self._expressions.append((pattern, _compiled(where, pattern)))
             else:
-                self._wild.append(re.compile(translate(pattern)))
+                self._wild.append((pattern, re.compile(translate(pattern))))
             if time.thread_time() - start > COMPILE_TIMEOUT_S:
                 raise CheckpointError(f"{where}: the patterns take too long to compile")
 
@@ -84,15 +84,17 @@ class Patterns:
             return True
         if not self._inner.isdisjoint(_runs(module, self._parts)):
             return True
-        if any(wild.match(module) or wild.match(below) for wild in self._wild):
-            return True
-        if not self._expressions:
-            return False
-        start = time.monotonic()
+        # Of this thread: a process may be stopped for a while, or its other threads be busy.
+        start = time.thread_time()
         end = start + min(MATCH_TIMEOUT_S, self._left_s)
         try:
-            for pattern, expression in self._expressions:  # noqa: B007, the error names it
-                if expression.match(module, timeout=max(end - time.monotonic(), 0.001)):
+            for pattern, wild in self._wild:  # noqa: B007, the error names it
+                if wild.match(module) or wild.match(below):
+                    return True
+            if self._wild and time.thread_time() > end:
+                raise TimeoutError
+            for pattern, expression in self._expressions:  # noqa: B007
+                if expression.match(module, timeout=max(end - time.thread_time(), 0.001)):
                     return True
         except TimeoutError:
             raise CheckpointError(
@@ -101,7 +103,7 @@ class Patterns:
                 f"total"
             ) from None
         finally:
-            self._left_s -= time.monotonic() - start
+            self._left_s -= time.thread_time() - start
         return False
 
 
@@ -127,7 +129,7 @@ def _compiled(where: str, pattern: str) -> regex.Pattern[str]:
         return regex.compile(text, regex.VERSION0)
     except (re.error, regex.error, OverflowError, RecursionError) as problem:
         raise CheckpointError(
-            f"{where}: {shown(pattern)} cannot be compiled: {problem}"
+            f"{where}: {shown(pattern)} cannot be compiled: {escaped(str(problem))}"
         ) from problem
 
 

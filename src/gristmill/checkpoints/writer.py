@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gristmill.checkpoints.checks import check_block_scales, multiplier
+from gristmill.checkpoints.checks import check_block_scales, multiplier, plain
 from gristmill.checkpoints.config import (
     CONFIG_FILE,
     MODELOPT_FILE,
@@ -23,7 +23,7 @@ from gristmill.checkpoints.config import (
     QuantizationConfig,
     read_json,
 )
-from gristmill.checkpoints.files import INDEX_FILE, SINGLE_FILE
+from gristmill.checkpoints.files import INDEX_FILE, SINGLE_FILE, check_tensor_names
 from gristmill.checkpoints.names import MODELOPT, sibling
 from gristmill.checkpoints.parts import Weight, collected
 from gristmill.errors import CheckpointError
@@ -74,6 +74,8 @@ def save_modelopt(
     """
     if kv_cache not in (None, "fp8"):
         raise CheckpointError(f"save_modelopt: kv_cache must be None or 'fp8', got {kv_cache!r}")
+    if isinstance(ignore, str):
+        raise CheckpointError(f"save_modelopt: ignore must be a list of strings, got {ignore!r}")
     layers = list(_layers(collected(weights), _by_module(shards or {})))
     _check_names(layers, activations)
     quantized = {name.rpartition(".")[0] for layer in layers for name in layer if _is_scale(name)}
@@ -124,6 +126,7 @@ def _layers(
             unused -= {module}
             yield from _quantized(module, weight, shards.get(module))
         elif isinstance(weight, torch.Tensor):
+            _check_values(name, weight)
             yield {name: weight}
         else:
             raise CheckpointError(
@@ -167,8 +170,11 @@ def _quantized(
 
 def _on_disk(module: str, weight: NVFP4Tensor, first_row: int) -> Tensors:
     names = {part: f"{module}.{part}" for part in (MODELOPT.codes, MODELOPT.scales)}
+    for part in (weight.codes, weight.scales, weight.row_scale):
+        _check_values(module, part)
     check_block_scales(f"save_modelopt: {module}", weight.scales)
     factors = weight.row_scale
+    factor = multiplier(f"save_modelopt: {module}", factors[:1], divides=False)
     changes = (factors[1:] != factors[:-1]).nonzero().flatten().tolist()
     if changes:
         places = ", ".join(str(first_row + row + 1) for row in changes[:4])
@@ -178,12 +184,20 @@ def _on_disk(module: str, weight: NVFP4Tensor, first_row: int) -> Tensors:
             f"disk has one: {float(factors[0])} and from row {places}{more} another. Give shards "
             f"that end there, such as shards={{name: {{'q_proj': {changes[0] + 1}, ...}}}}"
         )
-    factor = multiplier(f"save_modelopt: {module}", factors[:1], divides=False)
     return {
         names[MODELOPT.codes]: weight.codes,
         names[MODELOPT.scales]: weight.scales,
         f"{module}.{MODELOPT.global_scale}": factor,
     }
+
+
+def _check_values(name: str, tensor: torch.Tensor) -> None:
+    dense = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
+    if not dense or tensor.is_meta:
+        kind = "on the meta device" if dense else f"of layout {tensor.layout}, {tensor.dtype}"
+        raise CheckpointError(
+            f"save_modelopt: {plain(name)} must be a dense tensor with values, got one {kind}"
+        )
 
 
 def _is_scale(name: str) -> bool:
@@ -193,6 +207,7 @@ def _is_scale(name: str) -> bool:
 def _check_names(layers: Iterable[Tensors], activations: bool) -> None:
     seen: set[str] = set()
     for layer in layers:
+        check_tensor_names("save_modelopt", layer)
         twice = seen & set(layer)
         if twice:
             raise CheckpointError(f"save_modelopt: {', '.join(sorted(twice))} would be there twice")

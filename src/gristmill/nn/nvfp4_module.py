@@ -216,6 +216,8 @@ class NVFP4Module(torch.nn.Module):
         assign = local_metadata.get("assign_to_params_buffers", False)
         packed: dict[str, PackedNVFP4] = {}
         rejected: list[str] = []
+        parameters, buffers = dict(self._parameters), dict(self._buffers)
+        count, is_loaded = len(error_msgs), False
 
         def adapt(found: dict[str, Any], *others: Any) -> None:
             self._adapt(found, prefix)
@@ -247,13 +249,17 @@ class NVFP4Module(torch.nn.Module):
                 unexpected_keys,
                 error_msgs,
             )
+            is_loaded = len(error_msgs) == count
         finally:
             adapting.remove()
             missing_keys[:] = [key for key in missing_keys if key not in rejected]
-            if assign:
+            if not is_loaded and (assign or packed):
+                self._parameters.update(parameters)
+                self._buffers.update(buffers)
+            elif assign:
                 for which in self._prefixes:
                     self._settle(which)
-            elif not assign:
+            else:
                 for which, old in packed.items():
                     new = _in_layout(self._held(which), old.layout, in_place=True)
                     self._put(which, old)
@@ -414,6 +420,9 @@ def _problem(
         return f"{key} must have a floating-point dtype, got {found.dtype}"
     if not assign and hasattr(found, "device_mesh") != hasattr(held, "device_mesh"):
         return f"{key} must be a {type(held).__name__}, got a {type(found).__name__}"
+    meshes = getattr(held, "device_mesh", None), getattr(found, "device_mesh", None)
+    if not assign and meshes[0] != meshes[1]:
+        return f"{key} must be on the device mesh {meshes[0]}, got {meshes[1]}"
     if not assign and _has_values(held) and not _has_values(found):
         return f"{key} is on the meta device or fake: there are no values to load"
     if not assign and held.is_inference() and not torch.is_inference_mode_enabled():

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,11 +64,21 @@ def marked(names: Iterable[str]) -> set[str]:
 
 
 class Targets:
-    """The modules of a model that are to be in NVFP4, by name, and what has come for them."""
+    """The modules of a model that are to be in NVFP4, by name, and what has come for them.
 
-    def __init__(self, model: torch.nn.Module, modules: Mapping[str, Layout | None]) -> None:
+    `files` has the tensors of the checkpoint, by name, for errors.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        modules: Mapping[str, Layout | None],
+        files: Mapping[str, Path] | None = None,
+    ) -> None:
         self.model = model
         self.modules = dict(modules)
+        self.files = files or {}
+        self.problem: CheckpointError | None = None  # of the last conversion
         self.base = str(getattr(model, "base_model_prefix", "") or "")
         self._places = places_of(model)
         self._counts = {
@@ -78,6 +89,14 @@ class Targets:
         # For each matrix of experts, the names of its tensors without the expert's number.
         self._called: dict[tuple[str, int], tuple[str, str]] = {}
         self._waiting: dict[str, dict[str, NVFP4Tensor | torch.Tensor]] = {}
+
+    def place_of(self, keys: Iterable[str]) -> str:
+        """The file that has these tensors, or the folder if several have them."""
+        found = {self.files[key] for key in keys if key in self.files} or {*self.files.values()}
+        if not found:
+            return "from_pretrained"
+        file = found.pop()
+        return str(file.parent if found else file)
 
     def named(self, owner: str) -> str | None:
         """A target by its name in a checkpoint, which may have the base model's name before it."""
@@ -92,13 +111,13 @@ class Targets:
         # In Python's form: "01" and "1" would be the same expert.
         if str(int(number)) != number or int(number) >= count:
             raise CheckpointError(
-                f"from_pretrained: {key} in the checkpoint is of none of the {count} experts of "
-                f"{name}, 0 to {count - 1}"
+                f"{self.place_of([key])}: {key} in the checkpoint is of none of the {count} "
+                f"experts of {name}, 0 to {count - 1}"
             )
         known = self._called.setdefault((name, _MATRICES[called[1]]), called)
         if known != called:
             raise CheckpointError(
-                f"from_pretrained: {key} in the checkpoint is of the same matrix as "
+                f"{self.place_of([key])}: {key} in the checkpoint is of the same matrix as "
                 f"{known[0]}.{number}.{known[1]}"
             )
 
@@ -184,6 +203,19 @@ class LoadNvfp4(WeightConverter):  # type: ignore[misc]
         new.collected_tensors, new.layer_targets = defaultdict(list), defaultdict(set)
         return new
 
+    def convert(self, layer_name: str, *args: Any, **kwargs: Any) -> Any:
+        """As its base, but raises errors of the checkpoint, which transformers would only log."""
+        try:
+            return super().convert(layer_name, *args, **kwargs)
+        except Exception:
+            problem, self.targets.problem = self.targets.problem, None
+            if problem is None:
+                raise
+            keys = self.layer_targets[layer_name]
+            named = str(problem).partition(" ")[0].rstrip(":")  # a tensor or a module
+            place = self.targets.place_of({named} & keys or keys)
+            raise CheckpointError(f"{place}: {problem}") from problem
+
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
         found = self._role(source_key)
         if found is None:
@@ -230,11 +262,22 @@ class Assemble(ConversionOps):  # type: ignore[misc]
         missing_keys: set[str] | None = None,
         **_: Any,
     ) -> dict[str, Any]:
+        try:
+            done = self._put(input_dict, full_layer_name)
+        except CheckpointError as problem:
+            self.targets.problem = problem
+            raise
+        if missing_keys is not None:
+            missing_keys.difference_update(done)
+        return {}
+
+    def _put(self, found: dict[str, list[torch.Tensor]], full_layer_name: str) -> tuple[str, ...]:
+        """Put one parameter into the model; the names of those that are there with it."""
         name, _dot, parameter = full_layer_name.rpartition(".")
         _check_plain(self.targets.model, full_layer_name)
         layout = self.targets.modules[name]
         if layout is None:
-            weight = _weight([name], input_dict, "")
+            weight = _weight([name], found, "")
             wanted = shape_of(self.targets.model.get_submodule(name))
             if tuple(weight.shape[1:]) != wanted:
                 raise CheckpointError(
@@ -243,13 +286,9 @@ class Assemble(ConversionOps):  # type: ignore[misc]
                 )
             one = NVFP4Tensor(weight.codes[0], weight.scales[0], weight.global_scale[0])
             self.targets.put_linear(name, one, self.config)
-            done: tuple[str, ...] = (full_layer_name,)
-        else:
-            part = self._experts(name, parameter, layout, input_dict)
-            done = self.targets.put_part(name, parameter, part)
-        if missing_keys is not None:
-            missing_keys.difference_update(done)
-        return {}
+            return (full_layer_name,)
+        part = self._experts(name, parameter, layout, found)
+        return self.targets.put_part(name, parameter, part)
 
     def _experts(
         self, name: str, parameter: str, layout: Layout, found: dict[str, list[torch.Tensor]]

@@ -44,7 +44,7 @@ class Nvfp4HfQuantizer(HfQuantizer):  # type: ignore[misc]
     def __init__(self, quantization_config: Nvfp4Config, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self._targets: Targets | None = None
-        self._names: list[str] | None = None  # of the checkpoint's tensors
+        self._files: dict[str, Path] | None = None  # of the checkpoint's tensors, by name
         self._dtypes: dict[str, torch.dtype] = {}
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
@@ -59,15 +59,15 @@ class Nvfp4HfQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         files = kwargs.get("checkpoint_files")
-        self._names = _names_in(files)
+        self._files = _files_of(files)
         self._model = model
-        if self._names is not None and marked(self._names):
+        if self._files is not None and marked(self._files):
             # Also where the config says nothing: ModelOpt may have said it in a file of its own.
             self.pre_quantized = True
         if self.quantization_config.checkpoint is None and files:
             self.quantization_config.checkpoint = _told_beside(files)
         if not self.pre_quantized:
-            _refuse_other_formats(self._names or [])
+            _refuse_other_formats(self._files or {})
             self._targets = Targets(model, self._chosen(model))
             return
         patterns = model._keys_to_ignore_on_load_unexpected or set()
@@ -91,13 +91,13 @@ class Nvfp4HfQuantizer(HfQuantizer):  # type: ignore[misc]
         model = self._model if model is None else model
         renamings = [one for one in weight_conversions if isinstance(one, WeightRenaming)]
         modules = self._stored(model, renamings)
-        self._targets = Targets(model, modules)
+        self._targets = Targets(model, modules, self._files)
         return [LoadNvfp4(self._targets, self.quantization_config), *weight_conversions]
 
     def _stored(self, model: Any, renamings: list[Any]) -> dict[str, Layout | None]:
         """The modules that a checkpoint has in NVFP4: by its tensors, else by its config."""
         described = Targets(model, dict.fromkeys(dict(model.named_modules())))
-        if self._names is None:
+        if self._files is None:
             checkpoint = self.quantization_config.checkpoint
             names = {
                 name
@@ -109,7 +109,7 @@ class Nvfp4HfQuantizer(HfQuantizer):  # type: ignore[misc]
         else:
             trial = copy.deepcopy(renamings)  # they note that they were used
             names = set()
-            for owner in marked(self._names):
+            for owner in marked(self._files):
                 for one in trial:
                     owner = one.rename_source_key(f"{owner}.weight")[0].removesuffix(".weight")
                 name = described.named(owner) or described.named(_without_expert(owner))
@@ -226,18 +226,18 @@ def _give_own_config(model: torch.nn.Module) -> None:
                 vars(module)[name] = copies[id(value)]
 
 
-def _names_in(files: Any) -> list[str] | None:
+def _files_of(files: Any) -> dict[str, Path] | None:
     """Of the tensors in a checkpoint's files; None where they tell it only when they are loaded."""
     if not files or not all(str(one).endswith(".safetensors") for one in files):
         return None
-    names = []
-    for file in files:
-        for name in names_in(Path(str(file))):
+    found = {}
+    for file in map(Path, map(str, files)):
+        for name in names_in(file):
             # To transformers, which sorts the names, each part of digits is a number.
             if any(part.isdigit() and not part.isdecimal() for part in name.split(".")):
                 raise CheckpointError(f"{file}: {plain(name)} has a part of digits, not a number")
-            names.append(name)
-    return names
+            found[name] = file
+    return found
 
 
 def _told_beside(files: Any) -> QuantizationConfig | None:
@@ -245,14 +245,14 @@ def _told_beside(files: Any) -> QuantizationConfig | None:
     return QuantizationConfig.read(Path(str(files[0])).parent)
 
 
-def _refuse_other_formats(names: list[str]) -> None:
-    for name in names:
+def _refuse_other_formats(files: dict[str, Path]) -> None:
+    for name, file in files.items():
         if name.endswith(
             (f".{MODELOPT.scales}", ".weight_scale_inv", ".weight_packed", ".qweight")
         ):
             raise CheckpointError(
-                f"from_pretrained: {name} in the checkpoint is of a quantised weight, but not of "
-                f"one in NVFP4; Nvfp4Config takes dense and NVFP4 checkpoints"
+                f"{file}: {plain(name)} is of a quantised weight, but not of one in NVFP4; "
+                f"Nvfp4Config takes dense and NVFP4 checkpoints"
             )
 
 
