@@ -13,6 +13,9 @@ import torch
 
 from gristmill.settings import reload_settings
 
+# The library reads no file that a group can write to, which a umask of 002 gives to files of tests.
+os.umask(0o022)
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     # The workers share the cores; more threads than cores only wait for each other, spinning: the
     # tests of experts in NVFP4 alone took 160 s of CPU time for 26. Their children, too.

@@ -252,7 +252,7 @@ def shards(some: Sequence[Run], count: int, tool: str | None = None) -> list[lis
         costs.append(1 + LOADING * len(fresh) + COMPILING * own)
         seen |= set(run.programs)
     total, done = sum(costs), 0
-    found: list[list[str]] = [[] for _ in range(min(count, len(some)))]
+    found: list[list[str]] = [[] for _ in range(min(max(1, count), len(some)))]
     for run, cost in zip(some, costs, strict=True):
         found[min(len(found) - 1, done * len(found) // total)].append(run.name)
         done += cost
@@ -384,8 +384,12 @@ def sanitized(driver: Driver, tools: Sequence[str], some: list[Run], kernels: se
             for name in report.never(total, kernels - unseen(tool)):
                 total.broken.append(f"{name} was never launched")
             if tool == "racecheck":
-                lanes = started(driver, pool, Path(folder), tool, ringed(seen), every_lane=True)
-                total = report.together(tool, [total, *(one.result() for one in lanes)])
+                rings = ringed(seen)
+                waiting = started(driver, pool, Path(folder), tool, rings, every_lane=True)
+                lanes = report.together(tool, (one.result() for one in waiting))
+                for name in report.never(lanes, kernels & reached(rings)):
+                    lanes.broken.append(f"{name} was never launched with an arrival of every lane")
+                total = report.together(tool, [total, lanes])
             total.seconds = time.monotonic() - begin
             for line in report.details(total):
                 sys.stdout.write(f"{line}\n")

@@ -30,9 +30,9 @@ _PLACE = re.compile(
 _ACCESS = re.compile(r"\b(\w+) access at \S.*?(?= and \w+ access at |$)")
 _LINE = re.compile(r" in (?:\S*/)?([^\s/:]+):(\d+)(?=[:\s\[]|$)")
 _NO_REPORT = re.compile(
-    r"COMPUTE-SANITIZER|ERROR SUMMARY|RACECHECK SUMMARY|LEAK SUMMARY|Target application|"
-    r"Process terminated|Error: process|No attachable|\(Identical error|Warning: .* not supported|"
-    r"error buffer overflow|Error buffer overflow|Maximum number of hazards reached"
+    r"COMPUTE-SANITIZER|ERROR SUMMARY|RACECHECK SUMMARY|LEAK SUMMARY|\(Identical error|"
+    r"Warning: .* not supported|error buffer overflow|Error buffer overflow|"
+    r"Maximum number of hazards reached"
 )
 
 
@@ -125,6 +125,8 @@ def read(
         outcome.launched = Counter(walked["launched"])
     if code is None:
         outcome.broken.append("it took too long")
+    elif code == FOUND and not reports:
+        outcome.broken.append("compute-sanitizer has found something and shows nothing")
     elif code not in (0, FOUND) and not outcome.wrong:
         outcome.broken.append(f"it exited with {code}")
     return outcome

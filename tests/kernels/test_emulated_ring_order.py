@@ -29,11 +29,14 @@ Edits = tuple[tuple[str, str], ...]
 UNTIL_READ = "before anything is read"
 UNTIL_ALL_READ = "when the lane has read, and not the warp"
 UNTIL_MULTIPLIED = "before the GEMM is waited for"
+UNTIL_END = "at the end of a tile, before its last GEMM is waited for"
 
 GIVE_BACK = "if (i == 0 && last < STAGES) give_back();"
 LANE = "if (lane == 0) barrier_arrive(empty + last);"
 WAIT = "wait_for_matrices<1>();"
 ARRIVE = "if (lane == 0) barrier_arrive(empty + slot);"
+WAIT_FOR_ALL = "wait_for_matrices<0>();\n        hold(sums);\n        "
+END = (f"{WAIT_FOR_ALL}give_back();", f"give_back();\n        {WAIT_FOR_ALL}")
 
 LINEAR_READ = "const char* const slot_codes ="
 LINEAR_DECODE = "decode_piece<X>(mine, codes, scales);"
@@ -44,6 +47,7 @@ EARLY_IN_LINEAR: dict[str, Edits] = {
         (LINEAR_DECODE, f"{LINEAR_DECODE} if (i == EACH - 1) {{ {ARRIVE} }}"),
     ),
     UNTIL_MULTIPLIED: ((GIVE_BACK, ""), (WAIT, f"{GIVE_BACK} {WAIT}")),
+    UNTIL_END: (END,),
 }
 
 MOE_READ = "const char* const tokens ="
@@ -63,6 +67,7 @@ EARLY_IN_MOE: dict[str, Edits] = {
         (GIVE_BACK, ""),
         (WAIT, f"if (!decoded++ && last < STAGES) give_back(); {WAIT}"),
     ),
+    UNTIL_END: (END,),
 }
 
 
@@ -107,11 +112,11 @@ class Edited(Kernel):
 
 def _linear(config: pytest.Config, sources: Path) -> list[bool]:
     kernel = Edited(16, 1, depth=2, stages=2, root=sources)
-    problem = problem_of(9, 64, 1024, kernel.x, whole=True)
+    problem = problem_of(9, 192, 1024, kernel.x, whole=True)
     expected = problem.exact.float().to(kernel.out)
 
     def run(order: int) -> None:
-        y, _ = Lab(emulator_for(config)).run(kernel, problem, order=order)
+        y, _ = Lab(emulator_for(config)).run(kernel, problem, clusters=1, order=order)
         assert torch.equal(y, expected)
 
     return _stops(run)

@@ -25,6 +25,12 @@ def tool() -> SimpleNamespace:
     return load()
 
 
+@pytest.fixture(scope="module")
+def rings(tool: SimpleNamespace) -> list[Any]:
+    """The runs that launch kernels with rings."""
+    return tool.command.ringed(tool.runs.every_run(H200, ["nvfp4_linear", "nvfp4_moe"]))
+
+
 # ---- what compute-sanitizer says ----
 
 TALE = """========= COMPUTE-SANITIZER
@@ -197,9 +203,10 @@ def test_what_is_accepted_is_listed_here_as_well(tool: SimpleNamespace) -> None:
     ]
 
 
-def test_what_is_accepted_is_one_statement_each_in_runs_of_rings(tool: SimpleNamespace) -> None:
-    ringed = tool.command.ringed(tool.runs.every_run(H200, []))
-    variants = {tool.accepted.variant_of(run.name) for run in ringed}
+def test_what_is_accepted_is_one_statement_each_in_runs_of_rings(
+    tool: SimpleNamespace, rings: list[Any]
+) -> None:
+    variants = {tool.accepted.variant_of(run.name) for run in rings}
     for one in tool.accepted.ACCEPTED:
         assert set(one.variants) == variants
         assert len(one.reason) > 80
@@ -227,6 +234,7 @@ def test_a_clean_process_is_clean(tool: SimpleNamespace, tool_name: str) -> None
         ("", None, "took too long"),
         ("========= ERROR SUMMARY: 0 errors\n", 139, "exited with 139"),
         ("========= ERROR SUMMARY: 4 errors\n", 9, "counts 4 errors and shows 0"),
+        ("========= ERROR SUMMARY: 0 errors\n", 9, "has found something and shows nothing"),
         ("========= 24 errors were skipped (error buffer overflow).\n", 9, "more to report"),
         ("========= Warning: Maximum number of hazards reached. A variable\n", 9, "more to report"),
     ],
@@ -250,6 +258,20 @@ def test_findings_in_kernels_of_others_alone_are_told_and_no_more(tool: SimpleNa
 def test_a_finding_without_a_kernel_counts(tool: SimpleNamespace) -> None:
     text = _ended(tool, "========= Out of memory\n", "ERROR SUMMARY: 1 error")
     assert len(tool.report.read("memcheck", text, 9, {"pack"}).errors) == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Target application terminated before first instrumented API call",
+        "Error: process didn't terminate successfully",
+        "Error: No attachable process found. compute-sanitizer timed-out.",
+    ],
+)
+def test_a_process_that_was_not_looked_at_is_not_clean(tool: SimpleNamespace, line: str) -> None:
+    text = _ended(tool, f"========= {line}\n", "ERROR SUMMARY: 0 errors")
+    found = tool.report.read("memcheck", text, 0, {"pack"})
+    assert [one.title for one in found.errors] == [line]
 
 
 def test_kernels_are_named_as_compilers_name_them(tool: SimpleNamespace) -> None:
@@ -370,7 +392,7 @@ RACY = """#!{python}
 import json, sys
 words = sys.argv
 lanes = "--every-lane" in words
-told = {{"runs": 1, "wrong": [], "launched": {{"nvfp4_moe": 1}}}}
+told = {{"runs": 1, "wrong": [], "launched": {{"nvfp4_moe": 1}} if lanes in {launched!r} else {{}}}}
 if "--canary" in words:
     for one in ("racecheck", "ring_broken"):
         print("========= Error: a fault")
@@ -389,33 +411,43 @@ sys.exit(9 if count else 0)
 """
 
 
-@pytest.mark.parametrize(("racy", "code"), [((), 0), ((False,), 0), ((True,), 1)])
+BOTH = (False, True)
+
+
+@pytest.mark.parametrize(
+    ("racy", "launched", "code"),
+    [((), BOTH, 0), ((False,), BOTH, 0), ((True,), BOTH, 1), ((), (False,), 1)],
+)
 def test_rings_run_again_with_every_lane_and_nothing_is_accepted_there(
     tool: SimpleNamespace,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    rings: list[Any],
     racy: tuple[bool, ...],
+    launched: tuple[bool, ...],
     code: int,
 ) -> None:
     run = f"{tool.report.STARTED}{MOE}"
     race = _race(f"Write access at {_at(tool, COPY)}", f"Read access at {_at(tool, CODES)}")
     race = f"{run}\n{race}"
     fake = tmp_path / "compute-sanitizer"
-    words = {"racy": racy, "race": race, "walked": tool.report.WALKED}
+    words = {"racy": racy, "race": race, "launched": launched, "walked": tool.report.WALKED}
     fake.write_text(RACY.format(python=sys.executable, **words))
     fake.chmod(0o755)
     logs = tmp_path / "logs"
     # One process where one report is counted, else several.
     jobs = 1 if racy else 2
     options = argparse.Namespace(sanitizer=str(fake), jobs=jobs, limit=60, logs=logs, options="")
-    rings = tool.command.ringed(tool.runs.every_run(H200, ["nvfp4_moe", "cuda_wgmma"]))[:3]
     others = tool.runs.every_run(H200, ["nvfp4_packing"])[:2]
     driver = tool.command.Driver(options)
-    some = [others[0], *rings, others[1]]
+    ringed = [run for run in rings if run.op == "nvfp4_moe"][:3]
+    some = [others[0], *ringed, others[1]]
     assert tool.command.sanitized(driver, ("racecheck",), some, {"nvfp4_moe"}) == code
-    assert ("1 accepted" in capsys.readouterr().out) == (racy == (False,))
+    out = capsys.readouterr().out
+    assert ("1 accepted" in out) == (racy == (False,))
+    assert ("nvfp4_moe was never launched" in out) == (launched != BOTH)
     assert _walked(logs, "racecheck-?.txt") == [run.name for run in some]
-    assert _walked(logs, "racecheck-?-every-lane.txt") == [run.name for run in rings]
+    assert _walked(logs, "racecheck-?-every-lane.txt") == [run.name for run in ringed]
 
 
 def _walked(logs: Path, pattern: str) -> list[str]:

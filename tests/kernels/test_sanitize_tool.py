@@ -366,6 +366,7 @@ def test_shards_have_every_run_once_and_about_the_same_to_do(
         assert max(costs) <= 1.6 * sum(costs) / count
     assert len({run.name for run in some}) == len(some)
     assert tool.command.shards(some[:2], 10) == [[some[0].name], [some[1].name]]
+    assert len(tool.command.shards(some, 0)) == 1
 
 
 def _cost(tool: SimpleNamespace, some: list[Any], piece: list[str]) -> int:
