@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import importlib
 import json
@@ -221,16 +222,38 @@ def test_rows_of_a_saved_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         one.load(path, "cpu")
 
 
+class Mode(enum.Enum):
+    FAST = 1
+
+    def __str__(self) -> str:
+        return "fast\n\x1b[31m"
+
+
+class Plain:
+    __qualname__ = "Plain\u202e"
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ({"a\nb\xa0": torch.ones(64, 8)},),
+        ({"a": torch.ones(64, 8)}, Mode.FAST),
+        ({"a": torch.ones(64, 8)}, Plain()),
+    ],
+    ids=["key", "value", "type"],
+)
 def test_names_that_are_not_printable_are_kept_and_agreed_on(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, args: tuple[Any, ...]
 ) -> None:
-    """The keys of a dict are in the keys of a table's rows."""
+    """The keys of a dict, values and types are in the keys of a table's rows."""
     fake_timing(monkeypatch, {"once": 9.0, "twice": 1.0})
     one = MultiKernel(
         "of_a_dict",
-        {"once": lambda x: sum(x.values()), "twice": lambda x: 2 * sum(x.values())},
+        {
+            "once": lambda x, mode=None: sum(x.values()),
+            "twice": lambda x, mode=None: 2 * sum(x.values()),
+        },
     )
-    args = ({"a\nb\xa0": torch.ones(64, 8)},)
     assert one.tune(*args) is not None
     forget_choices()
     assert one.explain(*args).source == "user table"

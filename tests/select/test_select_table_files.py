@@ -305,6 +305,20 @@ def test_a_row_that_could_not_be_read_is_not_written(
     assert path.read_bytes() == before
 
 
+def test_a_table_too_large_to_be_read_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "h200.json"
+    table_of(row_of(problem(1), FIRST, Config(threads=64))).save(path)
+    before = path.read_bytes()
+    monkeypatch.setattr("gristmill.select.table.MOST_BYTES", len(before) + 100)
+    said = rf"^table {path}: 2 rows take \d+ bytes, and {len(before) + 100} are the most$"
+    with pytest.raises(TableError, match=said):
+        table_of(row_of(problem(), FIRST, Config(threads=64))).save(path)
+    assert path.read_bytes() == before
+    assert len(Table.load(path).rows) == 1
+
+
 @pytest.mark.parametrize("text", ["", "5", "{}", "[" * 100_000, '{"us": NaN}', '{"us": 1e999}'])
 def test_a_row_of_another_rank_that_is_none_is_a_typed_error(text: str) -> None:
     with pytest.raises(TableError, match=r"^row of a table: "):
@@ -317,8 +331,13 @@ def test_many_sizes_of_one_family_are_read_in_linear_time(tmp_path: Path) -> Non
     path = tmp_path / "h200.json"
     path.write_text(table(*rows))
     begin = time.process_time()
-    assert len(Table.load(path).rows) == len(rows)
+    read = Table.load(path)
+    assert len(read.rows) == len(rows)
     assert time.process_time() - begin < 5.0
+    begin = time.process_time()
+    for size in range(20_000, 22_000):
+        assert read.hint(problem(size)) == 19_999
+    assert time.process_time() - begin < 0.5
 
 
 @pytest.mark.parametrize("word", ["x=complex64", "x=bool", "x=int64"])

@@ -232,6 +232,15 @@ def test_tables_judges_a_table_of_a_gpu_that_is_not_here(run: Run, tmp_path: Pat
     assert "3 rows for NVIDIA H200, 2 of them stale" in run(f"tables --table {path}").stdout
 
 
+def test_tables_of_a_file_whose_name_looks_like_markup(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "[" / "red].json"
+    path.parent.mkdir()
+    save(row("rms_norm rows=64 N=4096 x=bfloat16"), path=path, device=KNOWN["sm_90a"])
+    result = run(f"tables --table {path}")
+    assert result.exit_code == 0, result.output
+    assert "1 row for NVIDIA H200" in result.stdout
+
+
 def test_tables_of_a_file_that_is_none(run: Run, tmp_path: Path) -> None:
     result = run(f"tables --table {tmp_path / 'none.json'}")
     assert result.exit_code == 1

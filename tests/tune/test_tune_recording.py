@@ -147,6 +147,8 @@ def line_of(rows: int) -> dict[str, Any]:
     [
         *('{"op": "rms_n', "[]", '{"op": "rms_norm", "key": "a"}', "3", '{"arguments": null}'),
         pytest.param("[" * 100_000, id="deep"),
+        '{"op": "x", "key": "\\u001b[31m", "device": "cpu", "arguments": []}',
+        '{"op": 1, "key": "x", "device": "cpu", "arguments": []}',
     ],
 )
 def test_a_damaged_line_is_named(tmp_path: Path, damage: str) -> None:
@@ -182,3 +184,11 @@ def test_a_line_of_another_version_is_told(tmp_path: Path, monkeypatch: pytest.M
     assert result.exit_code == 0
     assert "gone is no op of gristmill's" in result.output
     assert set(table_rows()) == {"rms_norm rows=64"}
+
+
+def test_a_pipe_in_the_place_of_a_recording_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    process = start(tmp_path / "pipe", 1, 1, tmp_path)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    assert stderr.count("cannot be written to") == 1

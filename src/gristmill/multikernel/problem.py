@@ -100,9 +100,7 @@ def leaves(arguments: Mapping[str, Any]) -> list[Leaf]:
 def _flat(name: str, value: Any) -> Iterator[Leaf]:
     if isinstance(value, dict) and value:
         for key, item in value.items():
-            # A table takes printable keys only.
-            word = str(key) if str(key).isprintable() else repr(key)
-            yield from _flat(f"{name}.{word}", item)
+            yield from _flat(f"{name}.{_printable(key)}", item)
     elif isinstance(value, (list, tuple)) and value:
         for position, item in enumerate(value):
             yield from _flat(f"{name}.{position}", item)
@@ -232,8 +230,14 @@ def _text(value: Any) -> str:
     if isinstance(value, str):
         return repr(value)
     if isinstance(value, (*PLAIN_VALUES, tuple, list, dict)):
-        return str(value)
-    return f"<{type(value).__qualname__}>"
+        return _printable(value)
+    return _printable(f"<{type(value).__qualname__}>")
+
+
+def _printable(value: Any) -> str:
+    """`str(value)`, with its odd characters escaped: the keys of a table have none."""
+    text = str(value)
+    return text if text.isprintable() else repr(text)
 
 
 def layout_words(tensor: torch.Tensor) -> list[str]:

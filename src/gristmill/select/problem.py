@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,12 +25,9 @@ def bucket(rows: int, hints: Sequence[int] = HINTS) -> int:
     `hints` must be positive and ascending. Integers only: hints `a < b` meet at `sqrt(a * b)`, so
     `rows` belongs to `a` exactly when `rows**2 <= a * b`.
     """
-    chosen = hints[0]
-    for hint in hints[1:]:
-        if rows * rows <= chosen * hint:
-            break
-        chosen = hint
-    return chosen
+    # By bisection: a table may have split one family thousands of times.
+    pairs = range(len(hints) - 1)
+    return hints[bisect_left(pairs, rows * rows, key=lambda at: hints[at] * hints[at + 1])]
 
 
 def bucket_edges(hint: int, hints: Sequence[int]) -> tuple[int, int | None]:

@@ -9,6 +9,7 @@ processes may share a file.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,10 +57,15 @@ def record(op: str, problem: Problem, args: tuple[Any, ...]) -> None:
         entry = {"op": op, "key": key, "device": problem.device.name, "arguments": described(args)}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a", encoding="utf-8") as file:
+            with open(path, "a", encoding="utf-8", opener=_opened) as file:
                 file.write(json.dumps(entry) + "\n")
         except OSError as error:
             warn_once(f"record {path}", f"GRISTMILL_RECORD: {path} cannot be written to: {error}")
+
+
+def _opened(path: str, flags: int) -> int:
+    """For the built-in open. Does not wait for a pipe's reader: without one, it is an OSError."""
+    return os.open(path, flags | os.O_NONBLOCK, 0o666)
 
 
 def forget_recorded() -> None:
@@ -80,9 +86,10 @@ def read_recording(path: Path) -> list[Recorded]:
             continue
         try:
             entry = json.loads(line)
-            one = Recorded(
-                str(entry["op"]), str(entry["key"]), str(entry["device"]), tuple(entry["arguments"])
-            )
+            op, key, device = entry["op"], entry["key"], entry["device"]
+            if not all(isinstance(one, str) and one.isprintable() for one in (op, key, device)):
+                raise ValueError("'op', 'key' and 'device' must be printable strings")
+            one = Recorded(op, key, device, tuple(entry["arguments"]))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ArgumentError(
                 f"recording {path}: line {number} is not one of a recording: {error!r}"

@@ -154,8 +154,15 @@ class Table:
                 if merged == known.rows:
                     return
             text = self._text(merged.values())
-            parse(text, str(path))  # what cannot be read is not written
-            write_whole(path, text.encode(), mode=0o644)
+            content = text.encode()
+            # What cannot be read is not written.
+            if len(content) > MOST_BYTES:
+                raise TableError(
+                    f"table {path}: {len(merged)} rows take {len(content)} bytes, and "
+                    f"{MOST_BYTES} are the most"
+                )
+            parse(text, str(path))
+            write_whole(path, content, mode=0o644)
 
     def hints(self, problem: Problem) -> tuple[int, ...]:
         """The sizes at which problems of this family are measured, ascending."""
