@@ -193,6 +193,7 @@ def test_what_kubernetes_sets_for_a_service_is_ignored(environment, caplog, name
         ("GRISTMILL_PORTS", "is ignored"),
         ("GRISTMILL_PORT_8000", "is ignored"),
         ("GRISTMILL_PORT_HTTP_TCP", "is ignored"),
+        ("GRISTMILL_PORT_8000_TCP_ADDRESS", "is ignored"),
         ("GRISTMILL_SERVICE_HOSTS", "is ignored"),
         ("GRISTMILL_", "is ignored"),
     ],

@@ -20,7 +20,7 @@ class DtypeError(GristmillError, TypeError):
 
 
 class SettingsError(GristmillError, ValueError):
-    """A GRISTMILL_* environment variable is unknown or has a value that is not allowed."""
+    """A GRISTMILL_* environment variable has a value that is not allowed."""
 
 
 class UnknownVariant(GristmillError, ValueError):  # noqa: N818 - reads as what it says

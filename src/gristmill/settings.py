@@ -25,7 +25,8 @@ PREFIX = "GRISTMILL_"
 # gristmill-something.
 _OF_A_SERVICE = re.compile(
     PREFIX + r"([A-Z0-9_]+_)?"
-    r"(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT(_[0-9]+_(TCP|UDP|SCTP)(_[A-Z]+)?)?)"
+    r"(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?"
+    r"|PORT(_[0-9]+_(TCP|UDP|SCTP)(_(ADDR|PORT|PROTO))?)?)"
 )
 
 

@@ -7,6 +7,8 @@ import json
 import os
 import random
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -366,3 +368,17 @@ def test_ls_takes_nothing_for_markup(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "entries", lambda: [dataclasses.replace(kept, entry=odd)])
     said = gristmill("cache", "ls")
     assert all(word in said for word in ("[/a]", "[b]", "[/c]", "[d]"))
+
+
+def test_a_folder_that_is_not_utf_8_is_shown(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "gristmill", "cache", "ls"],
+        env={
+            **os.environ,
+            "GRISTMILL_CACHE_DIR": str(tmp_path / "a\udcff"),
+            "PYTHONIOENCODING": "utf-8:strict",
+        },
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(rb"a\udcff/kernels" + os.linesep.encode())

@@ -200,3 +200,9 @@ def test_a_folder_that_cannot_be_written_to(run: Run, tmp_path: Path) -> None:
     folder.chmod(stat.S_IRUSR | stat.S_IXUSR)
     (warning,) = json.loads(run().stdout)["warnings"]
     assert warning == f"kernels are kept in memory only: {folder} cannot be written to"
+
+
+def test_paths_are_not_taken_for_markup(run: Run, tmp_path: Path) -> None:
+    layers = [tmp_path / name for name in ("a[/b]", "[red]c")]
+    said = run(*layers, line="doctor").stdout
+    assert all(str(layer) in said for layer in layers)

@@ -61,6 +61,7 @@ def test_folders_that_exist_keep_their_modes(tmp_path: Path) -> None:
     for name, mode in (("a", 0o755), ("a/b", 0o2750)):
         (tmp_path / name).mkdir()
         (tmp_path / name).chmod(mode)
+    folder.make_folders(tmp_path / "a" / "b")
     folder.make_folders(tmp_path / "a" / "b" / "c")
     assert (tmp_path / "a").stat().st_mode & 0o7777 == 0o755
     assert (tmp_path / "a" / "b").stat().st_mode & 0o7777 == 0o2750

@@ -222,8 +222,11 @@ def test_a_program_elsewhere_is_taken_only_where_that_is_said(tiny) -> None:
         '{"source": "norm.cu"}',
         '{"source": "norm.cu", "names": [], "other": 1}',
         '{"source": 3}',
+        "[" * 100_000,
     ],
+    ids=lambda text: text[:60],
 )
 def test_what_is_no_program_is_refused(text) -> None:
-    with pytest.raises(ArgumentError, match="is not a program of gristmill"):
+    with pytest.raises(ArgumentError, match="is not a program of gristmill") as caught:
         from_text(text)
+    assert len(str(caught.value)) < 2000

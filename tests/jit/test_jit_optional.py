@@ -33,6 +33,10 @@ BROKEN = {
     "RecursionError": ("def call(): call()\ncall()", "RecursionError: maximum recursion"),
     "SyntaxError": ("def", "SyntaxError: invalid syntax"),
     "zeros": ("\0", ""),  # versions of Python differ in what they say
+    "no message": (
+        "class Silent(Exception):\n  def __str__(self): raise ValueError\nraise Silent",
+        "Silent",
+    ),
     "much": ("raise ValueError('a' * 100_000)", "ValueError: aaa"),
 }
 
@@ -89,11 +93,20 @@ def test_what_is_not_there_is_looked_for_again(name: str, modules: Path) -> None
 
 @pytest.mark.parametrize(
     ("told", "found"),
-    [("3.6.0", (3, 6)), ("3.10.1+git.abc", (3, 10)), ("4.8", (4, 8)), (None, None), ("", None)],
+    [
+        *(("3.6.0", (3, 6)), ("3.10.1+git.abc", (3, 10)), ("4.8", (4, 8)), (3.6, (3, 6))),
+        *((None, None), ("", None), ("9" * 5000 + ".1", None)),
+    ],
+    ids=lambda value: str(value)[:20],
 )
 def test_a_release_is_what_the_version_begins_with(told: Any, found: Any) -> None:
     assert optional.release(SimpleNamespace(__version__=told)) == found
     assert optional.release(SimpleNamespace()) is None
+
+
+def test_a_version_that_cannot_be_read_is_none(modules: Path) -> None:
+    (modules / "lazy_version.py").write_text("def __getattr__(name): import no_such_package")
+    assert optional.release(optional.imported("lazy_version")) is None
 
 
 def test_metadata_that_is_damaged_is_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,6 +166,15 @@ def test_a_compiler_of_an_unknown_or_old_version(
     for function in (triton.compiler_version, cutedsl.compiler_version):
         with pytest.raises(CompilerUnavailable, match=words):
             function()
+
+
+@pytest.mark.usefixtures("home")
+def test_a_part_of_triton_that_cannot_be_imported(modules: Path) -> None:
+    break_package(modules, "triton", "__version__ = '3.6.0'")
+    (modules / "triton" / "_C.py").write_text("raise SystemExit('a part')")
+    for _ in range(2):
+        with pytest.raises(CompilerUnavailable, match=r"Triton .* \(SystemExit: a part\)"):
+            cache.load_or_compile(TRITON_SCALE, ARCH)
 
 
 # Runs an op where Triton cannot be imported.

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import typer
 from rich.table import Table
-from rich.text import Text
 
 from gristmill.cli.common import check_file, console, write_json
 from gristmill.errors import ArgumentError, BundleError, GristmillError, TableError
@@ -71,9 +70,7 @@ def ls(*, as_json: bool) -> None:
             names = f"{kept.entry.source}: {', '.join(kept.entry.names)}"
             size = f"{kept.size / 1000:.1f}"
             made = _time(kept.modified)
-            # As text: rich would read square brackets as markup.
-            words = (Text(one) for one in (names, kept.entry.arch, kept.entry.compiler))
-            table.add_row(*words, size, made)
+            table.add_row(names, kept.entry.arch, kept.entry.compiler, size, made)
         out.print(table)
     total = sum(kept.size for kept in found) / 1e6
     typer.echo(

@@ -37,13 +37,15 @@ DTYPE_HELP = "bfloat16, float16, float32 or float64 (or bf16, fp16, fp32, fp64).
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console on the stream of this moment; wide when nobody is there to see it wrap."""
+    """A console on the stream of this moment; wide when nobody is there to see it wrap.
+
+    Text is shown as it is: paths and names may look like rich's markup or its emoji.
+    """
     from rich.console import Console
 
-    made = Console(stderr=stderr, highlight=False)
-    if not made.is_terminal:
-        made = Console(stderr=stderr, highlight=False, width=200)
-    return made
+    make = functools.partial(Console, stderr=stderr, highlight=False, markup=False, emoji=False)
+    made = make()
+    return made if made.is_terminal else make(width=200)
 
 
 def write_json(value: Any) -> None:

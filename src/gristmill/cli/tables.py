@@ -68,16 +68,15 @@ def _show(rows: Sequence[ListedRow], device: Device) -> None:
             runs = Text(row.variant)
             if one.stale:
                 runs.append(f"\nstale: {one.stale}", style="red")
-            # A Text is not parsed as markup.
             grid.add_row(
-                Text(row.key),
+                row.key,
                 runs,
                 f"{row.us:.2f}",
                 f"{row.spread_us:.2f}",
-                "" if second is None else Text(f"{second.variant} {second.us:.2f}"),
-                Text(f"{row.date}, rows={row.rows}, {row.candidates} candidates"),
+                "" if second is None else f"{second.variant} {second.us:.2f}",
+                f"{row.date}, rows={row.rows}, {row.candidates} candidates",
                 one.source,
             )
         out.print(grid)
     count = sum(bool(one.stale) for one in rows)
-    out.print(f"{counted(len(rows), 'row')} for {device.name}, {count} of them stale", markup=False)
+    out.print(f"{counted(len(rows), 'row')} for {device.name}, {count} of them stale")

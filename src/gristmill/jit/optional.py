@@ -9,7 +9,7 @@ from typing import Any
 
 from gristmill.log import one_line
 
-_RELEASE = re.compile(r"(\d+)\.(\d+)")
+_RELEASE = re.compile(r"(\d{1,9})\.(\d{1,9})")
 # Module -> why its import failed. Imports are not retried: what a failed attempt leaves in
 # sys.modules could make the next one fail differently or seem to succeed.
 _broken: dict[str, str] = {}
@@ -39,7 +39,10 @@ def imported(name: str) -> Any:
 
 
 def _reason(error: BaseException) -> str:
-    message = one_line(error)
+    try:
+        message = one_line(error)
+    except Exception:  # it cannot say what it is
+        message = ""
     if message and isinstance(error, ImportError):
         return message
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
@@ -52,7 +55,11 @@ def forget_broken() -> None:
 
 def release(module: Any) -> tuple[int, int] | None:
     """Major and minor version of a module; None if its `__version__` does not say."""
-    match = _RELEASE.match(str(getattr(module, "__version__", "")))
+    try:
+        told = str(module.__version__)
+    except Exception:  # not there, or computed by something that is broken
+        return None
+    match = _RELEASE.match(told)
     return None if match is None else (int(match[1]), int(match[2]))
 
 

@@ -31,6 +31,13 @@ BASE_OPTIONS: Mapping[str, Any] = MappingProxyType({"enable_fp_fusion": True})
 
 _INSTALL = 'install it with: pip install "gristmill[triton]"'
 _ARCH = re.compile(r"sm_(\d+)[af]?")
+# What compiling imports of Triton. Triton imports all of it itself, so this takes no time.
+_PARTS = (
+    "triton._C.libtriton",
+    "triton.backends.compiler",
+    "triton.compiler",
+    "triton.runtime.jit",
+)
 
 # Triton keeps state of its own while it compiles (knobs, the interpreter of its language), and most
 # of a compile holds Python's lock anyway.
@@ -156,11 +163,8 @@ def _capability(arch: str) -> int:
 
 @functools.cache
 def _triton() -> Any:
-    """The package, imported; CompilerUnavailable is not remembered."""
-    try:
-        triton = imported("triton")
-    except NotImportableError as error:
-        raise CompilerUnavailable(f"Triton cannot be imported ({error}); {_INSTALL}") from error
+    """The package, imported with the parts that compile; CompilerUnavailable is not remembered."""
+    triton = _imported("triton")
     found = release(triton)
     if found is None:
         raise CompilerUnavailable(f"Triton does not say its version; {_INSTALL}")
@@ -169,7 +173,16 @@ def _triton() -> Any:
             f"Triton {triton.__version__} is older than 3.6, the first that compiles gristmill's "
             f"kernels; {_INSTALL}"
         )
+    for part in _PARTS:
+        _imported(part)
     return triton
+
+
+def _imported(name: str) -> Any:
+    try:
+        return imported(name)
+    except NotImportableError as error:
+        raise CompilerUnavailable(f"Triton cannot be imported ({error}); {_INSTALL}") from error
 
 
 def _function(program: TritonProgram) -> Any:
