@@ -13,7 +13,7 @@ import pytest
 from gristmill import log
 from gristmill.errors import CompilerUnavailable
 from gristmill.jit.nvrtc import compiler_version
-from gristmill.log import forget_warnings, log_once, one_line, warn_once
+from gristmill.log import forget_warnings, log_once, one_line, shown, warn_once
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +74,16 @@ def test_one_line() -> None:
     assert one_line("x" * 100, 20) == "x" * 16 + " ..."
     assert one_line("x" * 20, 20) == "x" * 20
     assert len(one_line("words " * 10_000)) <= 1000
+
+
+def test_values_are_shown_in_one_short_line() -> None:
+    assert shown({"a  b": (1, 2.5, None)}) == "{'a  b': (1, 2.5, None)}"
+    assert shown("a\n\x1b") == r"'a\n\x1b'"
+    assert shown(10**4000) == f"1{'0' * 17}...{'0' * 19}"
+    nested: list[object] = ["x" * 1000]
+    for _ in range(6):
+        nested = [nested] * 6
+    assert len(shown(nested)) == 300
 
 
 def program_log(tmp_path: Path, code: str, **environment: str) -> str:

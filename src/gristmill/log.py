@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import reprlib
 import sys
 
 from gristmill.locks import Lock
@@ -53,6 +54,8 @@ _lock = Lock()
 _KIND_MOST = 16
 # What one line may hold: compilers write pages.
 _LINE_MOST = 1000
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 100
 
 
 def warn_once(key: str, message: str, *, kind: str | None = None) -> None:
@@ -87,6 +90,12 @@ def one_line(text: object, most: int = _LINE_MOST) -> str:
     """`text` without line breaks, and cut where it is longer than a line of a log should be."""
     words = " ".join(str(text).split())
     return words if len(words) <= most else f"{words[: most - 4]} ..."
+
+
+def shown(value: object) -> str:
+    """The repr of a value for a message, in 300 characters at most."""
+    text = _short.repr(value)
+    return text if len(text) <= 300 else f"{text[:296]} ..."
 
 
 def forget_warnings() -> None:

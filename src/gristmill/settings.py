@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from gristmill.errors import SettingsError
-from gristmill.log import one_line, warn_once
+from gristmill.log import shown, warn_once
 from gristmill.names import meant
 
 PREFIX = "GRISTMILL_"
@@ -173,8 +173,7 @@ def unknown_variables() -> list[str]:
     known = [variable.name for variable in VARIABLES]
     # repr escapes what would change what a terminal shows.
     return [
-        f"{one_line(repr(name), 100)} is not a setting of gristmill, and is ignored"
-        f"{meant(name, known)}"
+        f"{shown(name)} is not a setting of gristmill, and is ignored{meant(name, known)}"
         for name in sorted(os.environ)
         if name.startswith(PREFIX) and name not in known and not _OF_A_SERVICE.fullmatch(name)
     ]

@@ -258,3 +258,10 @@ def test_targets() -> None:
 def test_a_bad_expression_is_named() -> None:
     with pytest.raises(CheckpointError, match=r"ignore: 're:\(' cannot be compiled"):
         ignoring("re:(").is_ignored("a")
+
+
+@pytest.mark.parametrize("given", [None, 3, "modelopt", [], ["quantization"]], ids=str)
+def test_what_is_no_object_is_named(given: Any) -> None:
+    for parse in (QuantizationConfig.from_dict, QuantizationConfig.from_hf_quant_config):
+        with pytest.raises(CheckpointError, match=r"^here must be an object, got "):
+            parse(given, "here")

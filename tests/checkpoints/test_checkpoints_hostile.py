@@ -5,6 +5,7 @@ names the file and the entry.
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 import os
@@ -46,6 +47,14 @@ NO_PIPES = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pi
 FILES = ("config.json", "hf_quant_config.json", INDEX_FILE, "model.safetensors")
 
 
+def whole_but(name: str, folder: Path) -> None:
+    """A checkpoint without one of `FILES`, and without the file that would be read before it."""
+    whole(folder)
+    (folder / name).unlink(missing_ok=True)
+    if name == "hf_quant_config.json":
+        (folder / "config.json").unlink()
+
+
 # Other things than regular files.
 
 
@@ -75,10 +84,7 @@ def released(pipe: Path) -> Iterator[None]:
 @NO_PIPES
 @pytest.mark.parametrize("name", FILES)
 def test_a_pipe_is_not_waited_for(name: str, tmp_path: Path) -> None:
-    whole(tmp_path)
-    (tmp_path / name).unlink(missing_ok=True)
-    if name == "hf_quant_config.json":
-        (tmp_path / "config.json").unlink()
+    whole_but(name, tmp_path)
     os.mkfifo(tmp_path / name)
     with released(tmp_path / name):
         assert_rejected(tmp_path, rf"{name} cannot be read: .*not a regular file")
@@ -99,10 +105,7 @@ def test_a_pipe_among_files_is_not_waited_for(with_index: bool, tmp_path: Path) 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_folder_is_no_file(name: str, tmp_path: Path) -> None:
-    whole(tmp_path)
-    (tmp_path / name).unlink(missing_ok=True)
-    if name == "hf_quant_config.json":
-        (tmp_path / "config.json").unlink()
+    whole_but(name, tmp_path)
     (tmp_path / name).mkdir()
     assert_rejected(tmp_path, f"{name} cannot be read")
 
@@ -110,10 +113,7 @@ def test_a_folder_is_no_file(name: str, tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/dev/zero").exists(), reason="there is no such device")
 @pytest.mark.parametrize("name", FILES)
 def test_a_device_is_no_file(name: str, tmp_path: Path) -> None:
-    whole(tmp_path)
-    (tmp_path / name).unlink(missing_ok=True)
-    if name == "hf_quant_config.json":
-        (tmp_path / "config.json").unlink()
+    whole_but(name, tmp_path)
     (tmp_path / name).symlink_to("/dev/zero")
     assert_rejected(tmp_path, f"{name} cannot be read: .*not a regular file")
 
@@ -141,9 +141,7 @@ def test_a_device_is_no_file(name: str, tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("name", [name for name in FILES if name.endswith(".json")])
 def test_damaged_json(name: str, content: bytes, words: str, tmp_path: Path) -> None:
-    whole(tmp_path)
-    if name == "hf_quant_config.json":
-        (tmp_path / "config.json").unlink()
+    whole_but(name, tmp_path)
     (tmp_path / name).write_bytes(content)
     assert_rejected(tmp_path, words)
     assert_rejected(tmp_path / name if name == INDEX_FILE else tmp_path, name)
@@ -151,9 +149,7 @@ def test_damaged_json(name: str, content: bytes, words: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.endswith(".json")])
 def test_how_large_json_may_be(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole(tmp_path)
-    if name == "hf_quant_config.json":
-        (tmp_path / "config.json").unlink()
+    whole_but(name, tmp_path)
     monkeypatch.setattr(config, "MOST_JSON", 10_000)
     (tmp_path / name).write_text(json.dumps({"weight_map": {}, "a": "b" * 10_000}))
     assert_rejected(tmp_path, rf"{name} cannot be read: .* has 100\d\d bytes, more than 10000")
@@ -238,10 +234,7 @@ def test_an_index_names_tensors_that_are_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_links_in_a_circle(name: str, tmp_path: Path) -> None:
-    whole(tmp_path)
-    (tmp_path / name).unlink(missing_ok=True)
-    if name == "hf_quant_config.json":
-        (tmp_path / "config.json").unlink()
+    whole_but(name, tmp_path)
     (tmp_path / name).symlink_to(tmp_path / "other")
     (tmp_path / "other").symlink_to(tmp_path / name)
     assert_rejected(tmp_path, f"{name} cannot be read")
@@ -353,21 +346,20 @@ def test_values_that_are_refused(key: str, value: Any, tmp_path: Path) -> None:
     assert key in str(problem)
 
 
-@pytest.mark.parametrize("key", ["weights", "input_activations"])
-@pytest.mark.parametrize("value", [3, [], "odd", True])
-def test_parts_of_groups_that_are_refused(key: str, value: Any, tmp_path: Path) -> None:
-    for one in (MODELOPT, COMPRESSED):
-        content = with_value(one, ("config_groups", "group_0", key), value)
-        problem = judged(tmp_path, "config.json", {"quantization_config": content})
-        assert problem is not None
-        assert f"config_groups 'group_0': {key} must be an object" in str(problem)
-
-
-@pytest.mark.parametrize("value", [True, 4.0, "4"])
-def test_bits_are_an_integer(value: Any, tmp_path: Path) -> None:
-    for one in (MODELOPT, COMPRESSED):
-        content = with_value(one, ("config_groups", "group_0", "weights", "num_bits"), value)
-        assert "bits" in str(judged(tmp_path, "config.json", {"quantization_config": content}))
+@pytest.mark.parametrize(
+    ("path", "values", "words"),
+    [
+        (("weights",), (3, [], "odd", True), "config_groups 'group_0': weights must be an object"),
+        (("input_activations",), (3, [], "odd", True), "input_activations must be an object"),
+        (("weights", "num_bits"), (True, 4.0, "4"), "bits"),
+    ],
+)
+def test_parts_of_groups_that_are_refused(
+    path: tuple[str, ...], values: tuple[Any, ...], words: str, tmp_path: Path
+) -> None:
+    for one, value in itertools.product((MODELOPT, COMPRESSED), values):
+        content = with_value(one, ("config_groups", "group_0", *path), value)
+        assert words in str(judged(tmp_path, "config.json", {"quantization_config": content}))
 
 
 def test_the_config_of_a_text_model_is_an_object(tmp_path: Path) -> None:

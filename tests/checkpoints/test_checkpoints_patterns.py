@@ -222,15 +222,9 @@ def test_counted_repeats_are_bounded(pattern: str) -> None:
     ("pattern", "words"),
     [
         ("(", r"missing \), unterminated subpattern at position 0"),
-        ("a)", "unbalanced parenthesis at position 1"),
-        ("[a", "unterminated character set at position 0"),
-        ("[b-a]", "bad character range b-a at position 1"),
         ("[\33-\0]", r"bad character range \\x1b-\\x00 at position 1"),
-        ("*a", "nothing to repeat at position 0"),
         ("a**", "multiple repeat at position 2"),
-        ("a{3,2}", "min repeat greater than max repeat at position 2"),
         ("a{,99999999999}", "repetition number is too large"),
-        ("a\\", "bad escape"),
         # Syntax of `regex` alone.
         (r"\p{L}", "has a brace that is not a count"),
         ("(?:ab){e<=2}", "has a brace that is not a count"),

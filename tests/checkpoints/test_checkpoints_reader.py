@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -476,24 +475,6 @@ def test_biases(bias: torch.Tensor, tmp_path: Path) -> None:
     write(tmp_path, stack | {"m.experts.1.up_proj.bias": bias})
     words = r"m\.experts\.1\.up_proj\.bias must have shape \(32,\)"
     assert_rejected(tmp_path, words, lambda path: NVFP4MoE.from_checkpoint(path, "m.experts"))
-
-
-def test_a_hint_among_many_names_takes_no_minute() -> None:
-    names = [
-        f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.{kind}"
-        for layer in range(60)
-        for expert in range(256)
-        for part in ("gate", "up", "down")
-        for kind in ("weight", "weight_scale")
-    ]
-    found = files.Files.__new__(files.Files)
-    found.path, found.where = Path("model"), dict.fromkeys(names, Path("model"))
-    start = time.perf_counter()
-    with pytest.raises(
-        CheckpointError, match=r"did you mean model\.layers\.59\.mlp\.experts\.255\."
-    ):
-        found.file_of("model.layers.59.mlp.experts.255.up_poj.weight")
-    assert time.perf_counter() - start < 5  # 0.2 s; 40 s when all are compared
 
 
 def test_names_are_bounded(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from gristmill.select.problem import Problem  # noqa: E402
 
 st = hypothesis.strategies
 COLUMNS = (1, 2, 7, 31, 64, 129, 256, 520, 1000, 1024, 4095, 5120, 8192, 16383, 16384, 32766, 32768)
-HUGE = 10**5000
+HUGE = 10**4000  # JSON has integers of 4300 digits at most
 ODD = (0, -1, -32, 3, 5, 33, 1056, 2**31, HUGE, -HUGE)
 
 
@@ -60,7 +60,7 @@ def test_its_own_launches_are_accepted(dtype: torch.dtype) -> None:
             check(problem, config)
 
 
-@hypothesis.settings(max_examples=3000, deadline=None, derandomize=True, database=None)
+@hypothesis.settings(max_examples=1000, deadline=None, derandomize=True, database=None)
 @hypothesis.given(data=st.data())
 def test_what_is_accepted_covers_each_row_once(data: Any) -> None:
     problem = problem_of(
@@ -92,10 +92,6 @@ def test_reasons() -> None:
         ((256, 256, 0), "items=0 is not 1, 2, 3 or 4"),
         ((256, 0, 2), "lanes=0 is not 256 with items=2, threads=256"),
         ((0, 256, 2), "threads=0 is not 256 with items=2"),
-        (
-            (HUGE, 256, 2),
-            f"threads=<an integer of {HUGE.bit_length()} bits> is not 256 with items=2",
-        ),
     ):
         assert CUTEDSL.rejects(problem, CuteConfig(*values)) == reason
     few = CUTEDSL.rejects(problem_of(16384), CuteConfig(1024, 1024, 1))

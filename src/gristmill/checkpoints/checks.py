@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import os
-import reprlib
 import stat
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from gristmill.errors import CheckpointError
+from gristmill.log import shown
 
 _LARGEST_CODE = 0x7E  # of E4M3: above it are NaN and everything with a sign
 
-_short = reprlib.Repr()
-_short.maxstring = _short.maxother = 100
 
-
-def shown(value: Any) -> str:
-    """A value from a file for a message, in a few hundred characters at most."""
-    return _short.repr(value)
-
-
-def plain(name: str) -> str:
+def printable(name: str) -> str:
     """The name of a tensor for a message: as it is, if it cannot break the line."""
     return name if name.isprintable() else shown(name)
 

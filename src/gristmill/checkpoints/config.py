@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gristmill.checkpoints.checks import shown
 from gristmill.checkpoints.names import COMPRESSED_TENSORS, FUSED, MODELOPT, shards_of
 from gristmill.checkpoints.patterns import Patterns
 from gristmill.errors import CheckpointError
 from gristmill.formats.nvfp4.tensor import BLOCK
-from gristmill.jit.folder import UntrustedError, read_plain
+from gristmill.jit.folder import read_plain
+from gristmill.log import shown
 
 CONFIG_FILE = "config.json"
 MODELOPT_FILE = "hf_quant_config.json"
@@ -66,6 +66,7 @@ class QuantizationConfig:
         cls, config: Mapping[str, Any], source: str = "quantization_config"
     ) -> QuantizationConfig:
         """From the ``quantization_config`` of a config.json; `source` is for errors."""
+        _check_object(source, config)
         if "quantization" in config:
             return cls.from_hf_quant_config(config, f"{source} in the form of {MODELOPT_FILE}")
         named = config.get("quant_method")
@@ -102,6 +103,7 @@ class QuantizationConfig:
         cls, config: Mapping[str, Any], source: str = MODELOPT_FILE
     ) -> QuantizationConfig:
         """From the content of ModelOpt's hf_quant_config.json; `source` is for errors."""
+        _check_object(source, config)
         quantization = config.get("quantization")
         if not isinstance(quantization, Mapping):
             raise CheckpointError(
@@ -238,9 +240,15 @@ def _groups(where: str, config: Mapping[str, Any]) -> dict[str, Mapping[str, Any
 
 
 def _object(where: str, key: str, value: Any) -> Mapping[str, Any]:
-    if value is not None and not isinstance(value, Mapping):
-        raise CheckpointError(f"{where}: {key} must be an object, got {shown(value)}")
-    return value or {}
+    if value is None:
+        return {}
+    return _check_object(f"{where}: {key}", value)
+
+
+def _check_object(where: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"{where} must be an object, got {shown(value)}")
+    return value
 
 
 def _has_activations(where: str, group: Mapping[str, Any]) -> bool:
@@ -280,10 +288,6 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(text, parse_int=_integer)
     except FileNotFoundError:
         return {}
-    except UntrustedError as problem:
-        raise CheckpointError(
-            f"{path} cannot be read: {problem}, more than {MOST_JSON}"
-        ) from problem
     except RecursionError:
         raise CheckpointError(f"{path} cannot be read: its values are nested too deeply") from None
     except (OSError, ValueError) as problem:

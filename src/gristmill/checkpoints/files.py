@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -13,9 +14,10 @@ from typing import Any
 
 import torch
 
-from gristmill.checkpoints.checks import check_regular, escaped, plain, shown
+from gristmill.checkpoints.checks import check_regular, escaped, printable
 from gristmill.checkpoints.config import read_json
 from gristmill.errors import CheckpointError
+from gristmill.log import shown
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -61,12 +63,12 @@ class Files:
             return self.where[name]
         except KeyError:
             near = difflib.get_close_matches(name, _alike(name, self.where), n=3)
-            hint = f"; did you mean {', '.join(map(plain, near))}?" if near else ""
+            hint = f"; did you mean {', '.join(map(printable, near))}?" if near else ""
             raise CheckpointError(f"{self.path}: there is no tensor {name!r}{hint}") from None
 
     def at(self, name: str) -> str:
         """A tensor, for a message: its file and its name."""
-        return f"{self.file_of(name)}: {plain(name)}"
+        return f"{self.file_of(name)}: {printable(name)}"
 
     @contextmanager
     def reading(self) -> Iterator[Reader]:
@@ -150,7 +152,7 @@ def _named(path: Path, name: str = "") -> Iterator[None]:
     except CheckpointError:
         raise
     except Exception as problem:
-        tensor = f"{plain(name)}: " if name else ""
+        tensor = f"{printable(name)}: " if name else ""
         # The first line: torch adds a stack trace.
         said = (str(problem).splitlines() or [type(problem).__name__])[0][:_MAX_MESSAGE]
         raise CheckpointError(f"{path} cannot be read: {tensor}{escaped(said)}") from problem
@@ -171,8 +173,8 @@ def _alike(name: str, names: Iterable[str]) -> list[str]:
     return list(islice(alike, _MAX_ALIKE))
 
 
-def names_in(path: Path) -> list[str]:
-    """Of the tensors in one file."""
+def tensor_names(path: Path) -> list[str]:
+    """The names of the tensors in one file."""
     check_regular(path)
     with _named(path):
         handle = _open(path)
@@ -225,18 +227,17 @@ def _found(path: Path) -> dict[str, Path]:
         _check_whole(path, paths)
     files: dict[str, Path] = {}
     for one in paths:
-        for name in names_in(one):
+        for name in tensor_names(one):
             if name in files:
-                raise CheckpointError(f"{plain(name)} is both in {files[name]} and in {one}")
+                raise CheckpointError(f"{printable(name)} is both in {files[name]} and in {one}")
             files[name] = one
     return files
 
 
 def _check_whole(folder: Path, paths: list[Path]) -> None:
     """Check that numbered files without an index are complete: a writer may have been killed."""
-    there: dict[tuple[str, str], int] = {}
-    for found in filter(None, (_SHARD.fullmatch(path.name) for path in paths)):
-        there[found[1], found[2]] = there.get((found[1], found[2]), 0) + 1
+    shards = (_SHARD.fullmatch(path.name) for path in paths)
+    there = Counter(shard.groups() for shard in shards if shard is not None)
     for (stem, wanted), count in there.items():
         if count != int(wanted):
             raise CheckpointError(

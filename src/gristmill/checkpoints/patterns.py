@@ -14,8 +14,9 @@ from collections.abc import Iterable, Iterator
 from fnmatch import translate
 from typing import TYPE_CHECKING
 
-from gristmill.checkpoints.checks import escaped, shown
+from gristmill.checkpoints.checks import escaped
 from gristmill.errors import CheckpointError
+from gristmill.log import shown
 
 if TYPE_CHECKING:
     import regex

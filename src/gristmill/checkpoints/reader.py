@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from gristmill.checkpoints.checks import check_block_scales, multiplier, plain, shown
+from gristmill.checkpoints.checks import check_block_scales, multiplier, printable
 from gristmill.checkpoints.config import QuantizationConfig
 from gristmill.checkpoints.files import Files, Reader
 from gristmill.checkpoints.layers import Layer, check_inputs, find_layer, names_of, parts_of
@@ -15,6 +15,7 @@ from gristmill.checkpoints.names import EXPERTS, shards_of
 from gristmill.errors import CheckpointError
 from gristmill.formats.nvfp4 import NVFP4Tensor, tiles
 from gristmill.formats.nvfp4.tensor import BLOCK
+from gristmill.log import shown
 
 Device = torch.device | str
 
@@ -192,8 +193,8 @@ class Checkpoint:
             for name in self.names():
                 if name.startswith(below) and len(shape := reader.kind(name)[1]) == 3:
                     return (
-                        f"; they are stored stacked ({plain(name)} has shape {shape}), which is "
-                        f"not read: only experts of two dims each are"
+                        f"; they are stored stacked ({printable(name)} has shape {shape}), which "
+                        f"is not read: only experts of two dims each are"
                     )
         return ""
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gristmill.checkpoints.checks import check_block_scales, multiplier, plain
+from gristmill.checkpoints.checks import check_block_scales, multiplier, printable
 from gristmill.checkpoints.config import (
     CONFIG_FILE,
     MODELOPT_FILE,
@@ -126,7 +126,7 @@ def _layers(
             unused -= {module}
             yield from _quantized(module, weight, shards.get(module))
         elif isinstance(weight, torch.Tensor):
-            _check_values(name, weight)
+            _check_dense(name, weight)
             yield {name: weight}
         else:
             raise CheckpointError(
@@ -171,7 +171,7 @@ def _quantized(
 def _on_disk(module: str, weight: NVFP4Tensor, first_row: int) -> Tensors:
     names = {part: f"{module}.{part}" for part in (MODELOPT.codes, MODELOPT.scales)}
     for part in (weight.codes, weight.scales, weight.row_scale):
-        _check_values(module, part)
+        _check_dense(module, part)
     check_block_scales(f"save_modelopt: {module}", weight.scales)
     factors = weight.row_scale
     factor = multiplier(f"save_modelopt: {module}", factors[:1], divides=False)
@@ -191,12 +191,12 @@ def _on_disk(module: str, weight: NVFP4Tensor, first_row: int) -> Tensors:
     }
 
 
-def _check_values(name: str, tensor: torch.Tensor) -> None:
+def _check_dense(name: str, tensor: torch.Tensor) -> None:
     dense = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
     if not dense or tensor.is_meta:
         kind = "on the meta device" if dense else f"of layout {tensor.layout}, {tensor.dtype}"
         raise CheckpointError(
-            f"save_modelopt: {plain(name)} must be a dense tensor with values, got one {kind}"
+            f"save_modelopt: {printable(name)} must be a dense tensor with values, got one {kind}"
         )
 
 

@@ -199,9 +199,7 @@ def _faults_of_folder(place: Path) -> Iterator[str]:
         return
     for name in names_in(tables, suffix=".json"):
         try:
-            check_table(name, read_file(tables, name))
-        except OSError as error:
-            yield f"{name}: cannot be read ({error.strerror or error})"
+            _table(tables, name)
         except TableError as error:
             yield str(error)
 
@@ -238,14 +236,21 @@ def _tables() -> list[tuple[str, bytes]]:
     for name in names_in(folder):
         if bundle.is_name(TABLES + name):
             try:
-                check_table(name, content := read_file(folder, name))
-            except OSError as error:
-                typer.echo(f"left out: table {name}: {error.strerror or error}", err=True)
+                found.append((name, _table(folder, name)))
             except TableError as error:
                 typer.echo(f"left out: {error}", err=True)
-            else:
-                found.append((name, content))
     return found
+
+
+def _table(folder: Path, name: str) -> bytes:
+    """The content of a table; TableError if it cannot be read or is not one."""
+    try:
+        content = read_file(folder, name)
+    except OSError as error:
+        reason = error.strerror or error
+        raise TableError(f"table {name}: cannot be read ({reason})") from error
+    check_table(name, content)
+    return content
 
 
 def _refuse_unusable() -> None:

@@ -37,7 +37,7 @@ DTYPE_HELP = "bfloat16, float16, float32 or float64 (or bf16, fp16, fp32, fp64).
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console on the stream of this moment; wide when nobody is there to see it wrap.
+    """A console on the current stream, 200 columns wide if that is not a terminal.
 
     Text is shown as it is: paths and names may look like rich's markup or its emoji.
     """

@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 
 from gristmill.errors import ArgumentError, CompileError, CompilerUnavailable
 from gristmill.jit.binary import Binary
-from gristmill.jit.optional import NotImportableError, imported, release
+from gristmill.jit.optional import check_release, required
 from gristmill.jit.optional import installed_version as installed
 from gristmill.jit.python_sources import PythonProgram
 from gristmill.jit.resources import resource_usage
@@ -36,6 +36,7 @@ from gristmill.locks import Lock
 
 DISTRIBUTION = "nvidia-cutlass-dsl"
 EXTRA = 'pip install "gristmill[cutedsl]"'
+_INSTALL = f"install it with: {EXTRA}"
 
 _LEAST = (4, 7)
 _ARCH = re.compile(r"sm_\d+[af]?")
@@ -169,26 +170,12 @@ def _stand_in(kind: str, alignment: int | None) -> Any:
 def _dsl() -> Any:
     """The package, imported; CompilerUnavailable is not remembered."""
     if why_missing() is not None:  # then what has the name, if anything, is not imported either
-        raise CompilerUnavailable(f"the CuTe DSL is not installed; install it with: {EXTRA}")
-    try:
-        # Only one thread: another would take the DSL's hook for the user's, and put that back.
-        with _importing, _hook_kept():
-            cutlass = imported("cutlass")
-            imported("cutlass.cute")
-    except NotImportableError as error:
-        raise CompilerUnavailable(
-            f"the CuTe DSL cannot be imported ({error}); install it with: {EXTRA}"
-        ) from error
-    found = release(cutlass)
-    if found is None:
-        raise CompilerUnavailable(
-            f"the CuTe DSL does not say its version; install it with: {EXTRA}"
-        )
-    if found < _LEAST:
-        raise CompilerUnavailable(
-            f"CuTe DSL {cutlass.__version__} is older than {'.'.join(map(str, _LEAST))}, the first "
-            f"that gristmill's kernels are compiled with; install it with: {EXTRA}"
-        )
+        raise CompilerUnavailable(f"the CuTe DSL is not installed; {_INSTALL}")
+    # Only one thread: another would take the DSL's hook for the user's, and put that back.
+    with _importing, _hook_kept():
+        cutlass = required("cutlass", "the CuTe DSL", _INSTALL)
+        required("cutlass.cute", "the CuTe DSL", _INSTALL)
+    check_release(cutlass, "the CuTe DSL", _LEAST, _INSTALL)
     return cutlass
 
 

@@ -13,9 +13,9 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gristmill.errors import CompilerUnavailable, DriverError
+from gristmill.errors import DriverError
 from gristmill.jit.once import Once
-from gristmill.jit.optional import NotImportableError, imported
+from gristmill.jit.optional import required
 from gristmill.jit.program import arch_of
 
 INVALID_CONTEXT = 201  # the thread that calls has none, or that of another device
@@ -28,13 +28,9 @@ _initialised_in = 0  # the process that did; a fork of it cannot use the driver
 @functools.cache
 def bindings() -> Any:
     """The module `cuda.bindings.driver`, with the driver initialised. Errors are not remembered."""
-    try:
-        driver = imported("cuda.bindings.driver")
-    except NotImportableError as error:
-        raise CompilerUnavailable(
-            f"cuda-bindings cannot be imported ({error}); "
-            'install it with: pip install "gristmill[nvrtc]"'
-        ) from error
+    driver = required(
+        "cuda.bindings.driver", "cuda-bindings", 'install it with: pip install "gristmill[nvrtc]"'
+    )
     global _initialised_in
     try:
         (status,) = driver.cuInit(0)

@@ -101,7 +101,7 @@ def _content(handle: int, name: str, most: int) -> bytes:
     try:
         size = os.fstat(handle).st_size
         if size > most:
-            raise UntrustedError(f"{name} has {size} bytes")
+            raise UntrustedError(f"{name} has {size} bytes, more than {most}")
         with os.fdopen(os.dup(handle), "rb") as file:
             return file.read(most)
     finally:

@@ -15,7 +15,7 @@ from typing import Any
 
 from gristmill.errors import CompileError, CompilerUnavailable
 from gristmill.jit.binary import Binary
-from gristmill.jit.optional import NotImportableError, imported
+from gristmill.jit.optional import imported, required
 from gristmill.jit.optional import installed_version as installed
 from gristmill.jit.program import Program
 
@@ -128,13 +128,9 @@ def _include_dirs() -> list[Path]:
 @functools.cache
 def _loaded() -> tuple[Any, str]:
     """The binding module and the compiler's version; CompilerUnavailable is not remembered."""
+    nvrtc = required("cuda.bindings.nvrtc", "cuda-bindings", _INSTALL)
     try:
-        nvrtc = imported("cuda.bindings.nvrtc")
         status, major, minor = nvrtc.nvrtcVersion()
-    except NotImportableError as error:
-        raise CompilerUnavailable(
-            f"cuda-bindings cannot be imported ({error}); {_INSTALL}"
-        ) from error
     except Exception as error:  # the bindings have no common error for a library that is not there
         reason = " ".join(str(error).split())
         raise CompilerUnavailable(f"NVRTC cannot be loaded ({reason}); {_INSTALL}") from error

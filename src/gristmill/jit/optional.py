@@ -7,6 +7,7 @@ import importlib.metadata
 import re
 from typing import Any
 
+from gristmill.errors import CompilerUnavailable
 from gristmill.log import one_line
 
 _RELEASE = re.compile(r"(\d{1,9})\.(\d{1,9})")
@@ -36,6 +37,26 @@ def imported(name: str) -> Any:
         if not missing:
             _broken[name] = reason
         raise NotImportableError(reason) from error
+
+
+def required(name: str, package: str, install: str) -> Any:
+    """The module `name` of a compiler's package. Raises CompilerUnavailable if its import fails."""
+    try:
+        return imported(name)
+    except NotImportableError as error:
+        raise CompilerUnavailable(f"{package} cannot be imported ({error}); {install}") from error
+
+
+def check_release(module: Any, package: str, least: tuple[int, int], install: str) -> None:
+    """Raise CompilerUnavailable if a compiler is older than `least` or does not say its version."""
+    found = release(module)
+    if found is None:
+        raise CompilerUnavailable(f"{package} does not say its version; {install}")
+    if found < least:
+        raise CompilerUnavailable(
+            f"{package} {module.__version__} is older than {'.'.join(map(str, least))}, the first "
+            f"that gristmill's kernels are compiled with; {install}"
+        )
 
 
 def _reason(error: BaseException) -> str:

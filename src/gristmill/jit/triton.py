@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 from gristmill.errors import ArgumentError, CompileError, CompilerUnavailable
 from gristmill.jit.binary import Binary
-from gristmill.jit.optional import NotImportableError, imported, release
+from gristmill.jit.optional import check_release, required
 from gristmill.jit.optional import installed_version as installed
 from gristmill.jit.python_sources import PythonProgram
 from gristmill.locks import Lock
@@ -164,25 +164,11 @@ def _capability(arch: str) -> int:
 @functools.cache
 def _triton() -> Any:
     """The package, imported with the parts that compile; CompilerUnavailable is not remembered."""
-    triton = _imported("triton")
-    found = release(triton)
-    if found is None:
-        raise CompilerUnavailable(f"Triton does not say its version; {_INSTALL}")
-    if found < (3, 6):
-        raise CompilerUnavailable(
-            f"Triton {triton.__version__} is older than 3.6, the first that compiles gristmill's "
-            f"kernels; {_INSTALL}"
-        )
+    triton = required("triton", "Triton", _INSTALL)
+    check_release(triton, "Triton", (3, 6), _INSTALL)
     for part in _PARTS:
-        _imported(part)
+        required(part, "Triton", _INSTALL)
     return triton
-
-
-def _imported(name: str) -> Any:
-    try:
-        return imported(name)
-    except NotImportableError as error:
-        raise CompilerUnavailable(f"Triton cannot be imported ({error}); {_INSTALL}") from error
 
 
 def _function(program: TritonProgram) -> Any:

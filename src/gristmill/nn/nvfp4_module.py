@@ -418,17 +418,8 @@ def _problem(
         return f"{key} must have dtype {kind[1]}, got {found.dtype}"
     if kind is None and held.is_floating_point() and not found.is_floating_point():
         return f"{key} must have a floating-point dtype, got {found.dtype}"
-    if not assign and hasattr(found, "device_mesh") != hasattr(held, "device_mesh"):
-        return f"{key} must be a {type(held).__name__}, got a {type(found).__name__}"
-    meshes = getattr(held, "device_mesh", None), getattr(found, "device_mesh", None)
-    if not assign and meshes[0] != meshes[1]:
-        return f"{key} must be on the device mesh {meshes[0]}, got {meshes[1]}"
-    if not assign and _has_values(held) and not _has_values(found):
-        return f"{key} is on the meta device or fake: there are no values to load"
-    if not assign and held.is_inference() and not torch.is_inference_mode_enabled():
-        return f"{key} was made in inference mode, and can be written to only there"
-    if not assign and is_overlapping(held):
-        return f"{key} cannot be written to: elements of it share memory"
+    if not assign and (reason := _why_not_copied(found, held)):
+        return f"{key} {reason}"
     if kind is None or found.device.type != "cpu" or not packing.is_real(found):
         return None
     try:
@@ -438,6 +429,22 @@ def _problem(
             check_global_scales(key, found)
     except CheckpointError as problem:
         return str(problem)
+    return None
+
+
+def _why_not_copied(found: torch.Tensor, held: torch.Tensor) -> str | None:
+    """Why torch cannot copy `found` into `held`."""
+    wanted, mesh = getattr(held, "device_mesh", None), getattr(found, "device_mesh", None)
+    if (wanted is None) != (mesh is None):
+        return f"must be a {type(held).__name__}, got a {type(found).__name__}"
+    if wanted != mesh:
+        return f"must be on the device mesh {wanted}, got {mesh}"
+    if _has_values(held) and not _has_values(found):
+        return "is on the meta device or fake: there are no values to load"
+    if held.is_inference() and not torch.is_inference_mode_enabled():
+        return "was made in inference mode, and can be written to only there"
+    if is_overlapping(held):
+        return "cannot be written to: elements of it share memory"
     return None
 
 

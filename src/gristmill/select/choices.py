@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
+
+from gristmill.log import shown
 
 if TYPE_CHECKING:
     from gristmill.select.device import Device
@@ -19,12 +22,12 @@ def why_unlisted(config: Any, choices: Choices) -> str | None:
     """The first value of `config` that is not in `choices`, and what is; None if all are."""
     for names, allowed in choices.items():
         fields = names.split()
-        values = tuple(getattr(config, name) for name in fields)
-        if len(fields) == 1:
-            if values[0] not in allowed:
-                return f"{_said(names, values[0])} is not {_listed(allowed)}"
-        elif values not in allowed:
-            return _why_apart(fields, values, allowed)
+        found = attrgetter(*fields)(config)
+        if found in allowed:
+            continue
+        if len(fields) > 1:
+            return _why_apart(fields, found, allowed)
+        return f"{names}={shown(found)} is not {_listed(allowed)}"
     return None
 
 
@@ -36,28 +39,15 @@ def why_no_room(shared: int, device: Device) -> str | None:
     return f"needs {shared} bytes of shared memory, and a block has {room}"
 
 
-def short(value: Any) -> str:
-    """`value` in a few characters. Python does not format integers of thousands of digits."""
-    if isinstance(value, tuple):
-        return f"({', '.join(map(short, value))})"
-    if isinstance(value, int) and value.bit_length() > 64:
-        return f"<an integer of {value.bit_length()} bits>"
-    return repr(value)
-
-
 def _why_apart(fields: list[str], values: tuple[Any, ...], allowed: Collection[Any]) -> str:
     """Name the first field whose value is in no allowed combination with the fields before it."""
     for at, value in enumerate(values):
         left = {one[at] for one in allowed if one[:at] == values[:at]}
         if value not in left:
             break
-    pairs = [_said(*pair) for pair in zip(fields[:at], values, strict=False)]
+    pairs = [f"{name}={shown(one)}" for name, one in zip(fields[:at], values, strict=False)]
     beside = f" with {', '.join(pairs)}" if pairs else ""
-    return f"{_said(fields[at], value)} is not {_listed(left)}{beside}"
-
-
-def _said(name: str, value: Any) -> str:
-    return f"{name}={short(value)}"
+    return f"{fields[at]}={shown(value)} is not {_listed(left)}{beside}"
 
 
 def _listed(allowed: Collection[Any]) -> str:
@@ -68,5 +58,5 @@ def _listed(allowed: Collection[Any]) -> str:
         return f"{step}from {allowed[0]} to {allowed[-1]}"
     if len(allowed) > _MOST_LISTED:
         return f"one of the {len(allowed)} known ones"
-    *others, last = map(short, sorted(allowed))
+    *others, last = map(shown, sorted(allowed))
     return f"{', '.join(others)} or {last}" if others else last

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from gristmill.log import one_line
+from gristmill.log import shown
 
 _LARGEST = 1e300
 
@@ -25,15 +25,14 @@ def config_from_json(config_type: type | None, values: Mapping[str, Any] | None)
     """
     if config_type is None:
         if values is not None:
-            raise ValueError(f"takes no config, got {one_line(repr(dict(values)), 100)}")
+            raise ValueError(f"takes no config, got {shown(dict(values))}")
         return None
     if values is None:
         raise ValueError(f"needs a {config_type.__name__}, got none")
     hints = typing.get_type_hints(config_type)
     names = [field.name for field in dataclasses.fields(config_type)]
     if sorted(names) != sorted(values):
-        found = one_line(", ".join(map(repr, sorted(values))) or "none", 100)
-        raise ValueError(f"its fields are {found}; they must be {', '.join(map(repr, names))}")
+        raise ValueError(f"its fields are {shown(sorted(values))}; they must be {names}")
     return config_type(**{name: _checked(name, hints[name], values[name]) for name in names})
 
 
@@ -54,9 +53,7 @@ def _checked(name: str, hint: Any, value: Any) -> Any:
         return float(value)
     elif isinstance(hint, type) and type(value) is hint:
         return value
-    raise ValueError(
-        f"{name}={one_line(repr(value), 100)} is not of type {getattr(hint, '__name__', hint)}"
-    )
+    raise ValueError(f"{name}={shown(value)} is not of type {getattr(hint, '__name__', hint)}")
 
 
 def _checked_tuple(
@@ -65,5 +62,5 @@ def _checked_tuple(
     if len(arguments) == 2 and arguments[1] is Ellipsis:
         return tuple(_checked(name, arguments[0], item) for item in value)
     if len(arguments) != len(value):
-        raise ValueError(f"{name}={one_line(repr(value), 100)} must have {len(arguments)} items")
+        raise ValueError(f"{name}={shown(value)} must have {len(arguments)} items")
     return tuple(_checked(name, hint, item) for hint, item in zip(arguments, value, strict=True))

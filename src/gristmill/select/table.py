@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from gristmill.errors import TableError
 from gristmill.jit.file_lock import locked_folder
 from gristmill.jit.folder import make_folders, read_plain, write_whole
-from gristmill.log import one_line
+from gristmill.log import one_line, shown
 from gristmill.select.configs import config_from_json
 from gristmill.select.problem import HINTS, bucket
 
@@ -38,6 +38,8 @@ MOST_BYTES = 16 << 20  # the shipped table has 0.6 MB
 _VALUE_LENGTH, _FREE = 8, 1 << 20
 _LONGEST = 4096  # characters of a string
 _LARGEST = 10**18  # of a row's numbers
+_KINDS = {str: "a string", int: "an integer", list: "a list", dict: "an object"}
+_PLAIN = frozenset((str, int, float, bool, type(None)))  # of a config's values
 
 _ROWS_WORD = re.compile(r" rows=(\d{1,18})\b", re.ASCII)
 _DIGITS = re.compile(r"(\d+)", re.ASCII)
@@ -240,10 +242,10 @@ def parse(text: str, where: str) -> Table:
     except ValueError as error:
         raise TableError(f"table {where}: is not JSON: {error}") from error
     if not isinstance(data, dict):
-        raise TableError(f"table {where}: must be a JSON object, got {_said(data)}")
+        raise TableError(f"table {where}: must be a JSON object, got {shown(data)}")
     if data.get("schema") != SCHEMA:
         raise TableError(
-            f"table {where}: has schema {_said(data.get('schema'))}, this version reads {SCHEMA}"
+            f"table {where}: has schema {shown(data.get('schema'))}, this version reads {SCHEMA}"
         )
     try:
         table = Table(
@@ -259,7 +261,7 @@ def parse(text: str, where: str) -> Table:
         try:
             row = _parse_row(entry)
             if row.key in found:
-                raise ValueError(f"another row has the key {_said(row.key)}")
+                raise ValueError(f"another row has the key {shown(row.key)}")
         except ValueError as error:
             raise TableError(f"table {where}: row {number}: {error}") from error
         found[row.key] = row
@@ -297,12 +299,12 @@ def row_from_json(text: str) -> Row:
 
 def _parse_row(entry: object) -> Row:
     if not isinstance(entry, dict):
-        raise ValueError(f"must be an object, got {_said(entry)}")
+        raise ValueError(f"must be an object, got {shown(entry)}")
     second, key = entry.get("second"), _typed(entry, "key", str)
     if not (second is None or isinstance(second, dict)):
-        raise ValueError(f"'second' must be an object or null, got {_said(second)}")
+        raise ValueError(f"'second' must be an object or null, got {shown(second)}")
     if not _ROWS_WORD.search(key):
-        raise ValueError(f"'key' must have rows= and a number, got {_said(key)}")
+        raise ValueError(f"'key' must have rows= and a number, got {shown(key)}")
     return Row(
         key=key,
         variant=_typed(entry, "variant", str),
@@ -324,11 +326,10 @@ def _parse_row(entry: object) -> Row:
 def _config(entry: Mapping[str, Any]) -> dict[str, Any] | None:
     config = entry.get("config")
     if not (config is None or isinstance(config, dict)):
-        raise ValueError(f"'config' must be an object or null, got {_said(config)}")
+        raise ValueError(f"'config' must be an object or null, got {shown(config)}")
     for name, value in (config or {}).items():
         if type(value) is dict or (type(value) is list and not _PLAIN.issuperset(map(type, value))):
-            said = f"got {_said(value)} in {_said(name)}"
-            raise ValueError(f"'config' must have plain values, {said}")
+            raise ValueError(f"'config' has {shown(value)} in {shown(name)}, not a plain value")
     return config
 
 
@@ -350,21 +351,12 @@ def _typed(entry: Mapping[str, Any], name: str, kind: type) -> Any:
     elif kind is int and not 0 <= value <= _LARGEST:
         wanted = "from 0 to 10**18"
     if wanted is not None:
-        raise ValueError(f"{_said(name)} must be {wanted}, got {_said(value)}")
+        raise ValueError(f"{shown(name)} must be {wanted}, got {shown(value)}")
     return value
 
 
 def _time(entry: Mapping[str, Any], name: str) -> float:
     value: Any = entry.get(name)
     if type(value) not in (int, float) or not 0 <= value <= _LARGEST:
-        raise ValueError(f"{_said(name)} must be a time in microseconds, got {_said(value)}")
+        raise ValueError(f"{shown(name)} must be a time in microseconds, got {shown(value)}")
     return float(value)
-
-
-_KINDS = {str: "a string", int: "an integer", list: "a list", dict: "an object"}
-_PLAIN = frozenset((str, int, float, bool, type(None)))
-
-
-def _said(value: Any) -> str:
-    """A JSON value in a few words."""
-    return _KINDS[type(value)] if isinstance(value, (list, dict)) else one_line(repr(value), 100)

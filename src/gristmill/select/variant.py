@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gristmill.select.choices import why_unlisted
@@ -66,9 +67,7 @@ class Variant(ABC):
         if self.config_type is None:
             return None
         names = [field.name for field in dataclasses.fields(self.config_type)]
-        known = [tuple(getattr(one, name) for name in names) for one in self.configs(problem)]
-        if len(names) == 1:
-            known = [value for (value,) in known]
+        known = list(map(attrgetter(*names), self.configs(problem)))
         return why_unlisted(config, {" ".join(names): known})
 
     def indeterminate(self, problem: Problem) -> str | None:

@@ -14,8 +14,8 @@ from transformers.core_model_loading import WeightRenaming
 from transformers.quantizers.base import HfQuantizer
 
 from gristmill.checkpoints import QuantizationConfig
-from gristmill.checkpoints.checks import plain
-from gristmill.checkpoints.files import names_in
+from gristmill.checkpoints.checks import printable
+from gristmill.checkpoints.files import tensor_names
 from gristmill.checkpoints.names import MODELOPT
 from gristmill.errors import ArgumentError, CheckpointError
 from gristmill.integrations.transformers import adapters
@@ -232,10 +232,12 @@ def _files_of(files: Any) -> dict[str, Path] | None:
         return None
     found = {}
     for file in map(Path, map(str, files)):
-        for name in names_in(file):
+        for name in tensor_names(file):
             # To transformers, which sorts the names, each part of digits is a number.
             if any(part.isdigit() and not part.isdecimal() for part in name.split(".")):
-                raise CheckpointError(f"{file}: {plain(name)} has a part of digits, not a number")
+                raise CheckpointError(
+                    f"{file}: {printable(name)} has a part of digits, not a number"
+                )
             found[name] = file
     return found
 
@@ -251,7 +253,7 @@ def _refuse_other_formats(files: dict[str, Path]) -> None:
             (f".{MODELOPT.scales}", ".weight_scale_inv", ".weight_packed", ".qweight")
         ):
             raise CheckpointError(
-                f"{file}: {plain(name)} is of a quantised weight, but not of one in NVFP4; "
+                f"{file}: {printable(name)} is of a quantised weight, but not of one in NVFP4; "
                 f"Nvfp4Config takes dense and NVFP4 checkpoints"
             )
 

@@ -84,14 +84,14 @@ class GristmillNvfp4MoeMethod(compat.FusedMoEMethodBase):  # type: ignore[misc]
             ("w2_", hidden_size, inner, ()),
         ):
             codes, scales = empty_weight(num_experts, rows, columns)
-            global_scales = empty_global_scales(num_experts, *scales_of_each)
-            checked = [
-                checked_loader(self.prefix, loader, part.dtype)
-                for part in (codes, scales, global_scales)
-            ]
-            _register(layer, stack + self.names.codes, codes, checked[0])
-            _register(layer, stack + self.names.scales, scales, checked[1], BLOCKS)
-            _register(layer, stack + self.names.global_scale, global_scales, checked[2], TENSOR)
+            factors = empty_global_scales(num_experts, *scales_of_each)
+            for name, data, kind in (
+                (self.names.codes, codes, ""),
+                (self.names.scales, scales, BLOCKS),
+                (self.names.global_scale, factors, TENSOR),
+            ):
+                checked = checked_loader(self.prefix, loader, data.dtype)
+                _register(layer, stack + name, data, checked, kind)
             layer.register_parameter(stack + self.names.input_scale, input_scales())
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -160,7 +160,7 @@ class GristmillNvfp4MoeMethod(compat.FusedMoEMethodBase):  # type: ignore[misc]
         return hidden_size, intermediate_size_per_partition
 
 
-def _register(layer: Any, name: str, data: torch.Tensor, loader: Any, kind: str = "") -> None:
+def _register(layer: Any, name: str, data: torch.Tensor, loader: Any, kind: str) -> None:
     parameter: Any = Parameter(data, requires_grad=False)
     parameter.weight_loader = loader
     if kind:

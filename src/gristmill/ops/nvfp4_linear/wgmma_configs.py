@@ -1,6 +1,7 @@
-"""How the warpgroup kernel cuts a product, and a model of the time that takes.
+"""How the warpgroup kernel tiles a GEMM, and a model of the time that takes.
 
-A row of a table may use any that is enumerated for some number of rows and fits (`why_rejected`).
+A row of a table may use any config that is enumerated for some number of rows and fits
+(`why_rejected`).
 """
 
 from __future__ import annotations

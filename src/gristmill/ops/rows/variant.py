@@ -125,9 +125,9 @@ class RowVariant(Variant):
             # Rows that are read twice are not held.
             "feed hold": [(feed, hold) for feed, hold in pairs if feed != TWICE or not hold],
         }
-        return why_unlisted(config, choices) or self._why_too_small_or_large(problem, config)
+        return why_unlisted(config, choices) or self._why_unsuited(problem, config)
 
-    def _why_too_small_or_large(self, problem: Problem, config: RowConfig) -> str | None:
+    def _why_unsuited(self, problem: Problem, config: RowConfig) -> str | None:
         """Checks of several fields together: why this launch cannot process these rows."""
         details: RowDetails = problem.layout
         layout, warp = details.layout, self.scope == "WARP"
