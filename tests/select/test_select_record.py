@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -194,6 +196,53 @@ def test_written_by_hand_or_not_a_line_is_checked(tmp_path: Path) -> None:
             read_recording(path)
     path.write_text(f"{good}\n{good}\n")
     assert read_recording(path) == [Recorded("toy", "toy rows=1", "cpu", ())]
+
+
+TENSOR = {"shape": [2, 8], "stride": [8, 1], "dtype": "float32", "offset": 0}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"offset": math.inf},
+        {"offset": [1]},
+        {"offset": None},
+        {"shape": [10**15, 8]},  # 32 PB, more than an address space
+        {"shape": [2**63, 8]},
+        {"shape": [2]},
+        {"shape": ["a", 8]},
+        {"shape": None},
+        {"stride": [-8, 1]},
+        {"dtype": "load"},
+        {"dtype": "nn"},
+        {"dtype": 5},
+        {"same_as": 9},
+        {"same_as": {}},
+    ],
+    ids=str,
+)
+def test_an_argument_that_cannot_be_made_is_named(tmp_path: Path, change: dict[str, Any]) -> None:
+    path = tmp_path / "met.jsonl"
+    arguments = [1.0, {**TENSOR, **change}]
+    line = {"op": "toy", "key": "toy rows=1", "device": "cpu", "arguments": arguments}
+    path.write_text(f"\n{json.dumps(line)}\n")
+    (one,) = read_recording(path)
+    with pytest.raises(ArgumentError, match=r"met\.jsonl: line 2: argument 1 cannot be made from"):
+        rebuilt(one, "cpu", {})
+
+
+def test_a_dtype_of_a_recording_is_a_dtype() -> None:
+    with pytest.raises(ArgumentError, match=r"torch\.load is not a dtype"):
+        rebuilt(Recorded("toy", "toy", "cpu", ({"dtype": "load"},)), "cpu", {})
+
+
+def test_folders_of_a_recording_are_the_owners_alone(file: Path) -> None:
+    before = os.umask(0)
+    try:
+        norm()
+    finally:
+        os.umask(before)
+    assert file.parent.stat().st_mode & 0o777 == 0o700
 
 
 def test_record_needs_no_op(file: Path) -> None:

@@ -72,15 +72,15 @@ BROKEN: list[tuple[str, str]] = [
     (table().replace('"rows": [', '"rows": [' + "{}, " * 200_000), "has too many values"),
     (table().replace("132", "9" * (1 << 20)), "is not JSON: Exceeds the limit"),
     ("\ufeff" + table(), "is not JSON: Unexpected UTF-8 BOM"),
-    ("[]", "must be a JSON object, got a list"),
+    ("[]", r"must be a JSON object, got \[\]"),
     ("null", "must be a JSON object, got None"),
     (table(schema=1), "has schema 1, this version reads 2"),
-    (table(schema=[1] * 1000), "has schema a list, this version reads 2"),
+    (table(schema=[1] * 1000), r"has schema \[1, .*\.\.\.\], this version reads 2"),
     (table(gpu=None), "'gpu' must be a string, got None"),
     (table(gpu="NVIDIA\nH200"), "'gpu' must be at most 4096 printable characters"),
     (table(multiprocessors=-1), r"'multiprocessors' must be from 0 to 10\*\*18, got -1"),
     (table(multiprocessors=True), "'multiprocessors' must be an integer, got True"),
-    (json.dumps({**HEAD, "rows": {}}), "'rows' must be a list, got an object"),
+    (json.dumps({**HEAD, "rows": {}}), "'rows' must be a list, got {}"),
     (table(3), "row 1: must be an object, got 3"),
     (table("x" * 10**6), "row 1: must be an object, got 'xxx"),
     (table(ROW, {"key": "k"}), "row 2: 'key' must have rows= and a number, got 'k'"),
@@ -93,26 +93,24 @@ BROKEN: list[tuple[str, str]] = [
     (row(variant=None), "row 2: 'variant' must be a string"),
     (row(variant="a\nb"), "row 2: 'variant' must be at most 4096 printable"),
     (row(config=5), "row 2: 'config' must be an object or null, got 5"),
-    (config(order=nested(2)), "row 2: 'config' must have plain values, got a list in 'order'"),
-    (config(order=nested(900)), "row 2: 'config' must have plain values"),
-    (config(cap={}), "row 2: 'config' must have plain values, got an object in 'cap'"),
+    (config(order=nested(2)), r"row 2: 'config' has \[\[1\]\] in 'order', not a plain value"),
+    (config(order=nested(900)), "row 2: 'config' has .* in 'order', not a plain value"),
+    (config(cap={}), "row 2: 'config' has {} in 'cap', not a plain value"),
     (config(cap=float("nan")), "is not JSON: NaN is not a finite number"),
     (row(second=5), "row 2: 'second' must be an object"),
-    (row(second={"variant": "x", "us": HUGE}), "row 2: 'us' must be a time in microseconds"),
+    (row(second={"variant": "x", "us": -1}), "row 2: 'us' must be a time in microseconds"),
     *(
         (row(us=value), "row 2: 'us' must be a time in microseconds, got")
-        for value in ("1", True, None, -1.0, 10**400)
+        for value in ("1", True, -1.0, HUGE)
     ),
     (row(us=77.5).replace("77.5", "1e999"), "is not JSON: 1e999 is not a finite number"),
-    (config(cap=77.5).replace("77.5", "-1e999"), "is not JSON: -1e999 is not a finite number"),
-    (row(spread_us=float("inf")), "is not JSON: Infinity is not a finite number"),
+    (row(spread_us=float("-inf")), "is not JSON: -Infinity is not a finite number"),
     (row(times=None), "row 2: 'times' must be an object, got None"),
     (row(times={"first": "1"}), "row 2: 'first' must be a time in microseconds, got '1'"),
-    (row(times={"first": HUGE}), "row 2: 'first' must be a time in microseconds"),
     (row(rows=1.5), "row 2: 'rows' must be an integer, got 1.5"),
     (row(rows=HUGE), r"row 2: 'rows' must be from 0 to 10\*\*18"),
     (row(candidates=-1), r"row 2: 'candidates' must be from 0 to 10\*\*18"),
-    (row(date="\ud800"), "row 2: 'date' must be at most 4096 printable"),
+    (row(date=20260101), "row 2: 'date' must be a string"),
     (row(source_hash="0" * 10**6), "row 2: 'source_hash' must be at most 4096 printable"),
     (row(torch=None), "row 2: 'torch' must be a string"),
 ]
@@ -215,28 +213,25 @@ ODD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "no such variant": ({"variant": "gone"}, "names variant 'gone', which does not exist"),
     "wrong hash": ({"source_hash": "0"}, "stale: first has changed since 2026-11-15"),
     "no config": ({"config": None}, "config of first is malformed: needs a Config, got none"),
-    **{
-        f"threads={str(value)[:9]}": (
-            {"config": {**ROW["config"], "threads": value}},
-            "config of first is malformed: threads=",
-        )
-        for value in (True, 512.0, None, "512", [512])
-    },
+    "threads=512.0": (
+        {"config": {**ROW["config"], "threads": 512.0}},
+        "config of first is malformed: threads=512.0 is not of type int",
+    ),
     "threads=-1": (
         {"config": {**ROW["config"], "threads": -1}},
         "config of first is rejected: threads=-1 is not a multiple of 32 from 32 to 1024",
     ),
     "threads=1e4000": (
         {"config": {**ROW["config"], "threads": HUGE}},
-        "config of first is rejected: threads=<an integer of 13288 bits> is not",
+        "config of first is rejected: threads=100000000000000000...0000000000000000000 is not",
     ),
     "a field too few": (
         {"config": {"threads": 512}},
-        "malformed: its fields are 'threads'; they must be",
+        "malformed: its fields are ['threads']; they must be",
     ),
     "a field too many": (
         {"config": {**ROW["config"], "x" * 10**5: 1}},
-        "malformed: its fields are 'cap',",
+        "malformed: its fields are ['cap',",
     ),
     "another type": ({"config": {**ROW["config"], "cap": HUGE}}, "malformed: cap=1000"),
     "another word": ({"config": {**ROW["config"], "scope": "nope"}}, "malformed: scope='nope'"),
@@ -351,8 +346,21 @@ def test_a_listing_goes_on_at_dtypes_that_no_kernel_has(word: str) -> None:
     assert why_stale(op, replace(planted, key=f"rms_norm rows=64 N=64 {word}"), H200) == ""
 
 
+@pytest.mark.parametrize(
+    "change", [{"threads": 32}, {"feed": -7}, {"threads": 2048}, {"cluster": 0}], ids=str
+)
+def test_a_planted_config_is_listed_as_one_that_is_passed_over(change: dict[str, int]) -> None:
+    op = OPS["rms_norm"]
+    found = op.problem(*op.example_for(H200, (4096, 2048), torch.bfloat16), device=H200)
+    variant = next(one for one in op.variants if one.name == "cuda_block")
+    good = row_of(found, variant, variant.config(found))
+    assert why_stale(op, good, H200) == ""
+    planted = replace(good, config={**(good.config or {}), **change})
+    assert "config of cuda_block is rejected: " in why_stale(op, planted, H200)
+
+
 def test_a_config_that_is_not_a_launch_is_not_compiled_for_a_listing() -> None:
-    """Its stages were counted down one by one."""
+    """Hashing it would count its stages down one by one."""
     op = OPS["nvfp4_linear"]
     variant = next(one for one in op.variants if one.name == "cuda_wgmma")
     args = op.example_for(H200, (64, 4096, 4096), torch.bfloat16)
@@ -361,6 +369,6 @@ def test_a_config_that_is_not_a_launch_is_not_compiled_for_a_listing() -> None:
     values = {**(config_to_json(own) or {}), "stages": 10**12}
     planted = replace(row_of(found, variant, own), config=values)
     begin = time.perf_counter()
-    assert why_stale(op, planted, H200) == ""
+    assert "rejected: stages=" in why_stale(op, planted, H200)
     assert time.perf_counter() - begin < 1.0
     assert why_stale(op, row_of(found, variant, own, source_hash="0"), H200) != ""

@@ -186,6 +186,23 @@ def test_a_line_of_another_version_is_told(tmp_path: Path, monkeypatch: pytest.M
     assert set(table_rows()) == {"rms_norm rows=64"}
 
 
+@pytest.mark.parametrize("change", [{"offset": float("inf")}, {"shape": [10**15, N]}], ids=str)
+@pytest.mark.parametrize("command", ["tune", "warmup"])
+def test_a_tensor_that_cannot_be_made_is_told(
+    command: str, change: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_times(monkeypatch, lambda name, rows: 5.0)
+    path = tmp_path / "run.jsonl"
+    wrong = line_of(16)
+    wrong["arguments"][0] |= change
+    path.write_text("\n".join([json.dumps(wrong), json.dumps(line_of(64))]))
+    line = [command, "--recorded", str(path)]
+    result = CliRunner().invoke(app, line if command == "tune" else [*line, "--arch", "sm_90a"])
+    assert isinstance(result.exception, (SystemExit, type(None))), result.exception
+    if "offset" in change:
+        assert f"{path}: line 1: argument 0 cannot be made" in result.output.replace("\n", "")
+
+
 def test_a_pipe_in_the_place_of_a_recording_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     process = start(tmp_path / "pipe", 1, 1, tmp_path)

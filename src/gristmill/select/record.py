@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from gristmill.errors import ArgumentError
-from gristmill.jit.folder import read_plain
+from gristmill.jit.folder import make_folders, read_plain
 from gristmill.locks import Lock
-from gristmill.log import warn_once
+from gristmill.log import one_line, warn_once
 from gristmill.select.problem import Problem
 from gristmill.settings import settings
 
@@ -29,18 +29,23 @@ MOST = 10_000
 _MOST_BYTES = 256 << 20  # of what several processes record: 10,000 lines have 10 MB
 
 _ALIGNMENT = 64
+_PIECE = 1 << 26  # elements that are filled at once, to need little memory beside a tensor
 _seen: set[tuple[Path, str, tuple[str, ...]]] = set()
 _lock = Lock()
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """One line of a recording: `key` names the problem, `arguments` describe the op's arguments."""
+    """One line of a recording: `key` names the problem, `arguments` describe the op's arguments.
+
+    `where`: the file and the line, for errors.
+    """
 
     op: str
     key: str
     device: str
     arguments: tuple[Any, ...]
+    where: str = field(default="recording", compare=False)
 
 
 def record(op: str, problem: Problem, args: tuple[Any, ...]) -> None:
@@ -56,7 +61,7 @@ def record(op: str, problem: Problem, args: tuple[Any, ...]) -> None:
         _seen.add(kind)
         entry = {"op": op, "key": key, "device": problem.device.name, "arguments": described(args)}
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folders(path.parent)
             with open(path, "a", encoding="utf-8", opener=_opened) as file:
                 file.write(json.dumps(entry) + "\n")
         except OSError as error:
@@ -89,7 +94,8 @@ def read_recording(path: Path) -> list[Recorded]:
             op, key, device = entry["op"], entry["key"], entry["device"]
             if not all(isinstance(one, str) and one.isprintable() for one in (op, key, device)):
                 raise ValueError("'op', 'key' and 'device' must be printable strings")
-            one = Recorded(op, key, device, tuple(entry["arguments"]))
+            where = f"recording {path}: line {number}"
+            one = Recorded(op, key, device, tuple(entry["arguments"]), where)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ArgumentError(
                 f"recording {path}: line {number} is not one of a recording: {error!r}"
@@ -126,56 +132,72 @@ def rebuilt(
     """Arguments of that kind, on `device`, with random values.
 
     `limits`: for arguments that hold indices, by position, what they index: values below it.
+    Raises ArgumentError if the line does not describe arguments, or there is no memory for them.
     """
     values: list[Any] = []
     for position, entry in enumerate(recorded.arguments):
-        if not isinstance(entry, dict):
-            values.append(entry)
-        elif "same_as" in entry:
-            values.append(values[entry["same_as"]])
-        elif "shape" not in entry:
-            values.append(getattr(torch, entry["dtype"]))
-        else:
-            values.append(_tensor(entry, device, limits.get(position, 2)))
+        try:
+            values.append(_rebuilt(entry, values, device, limits.get(position, 2)))
+        except torch.OutOfMemoryError:
+            raise  # passes
+        except _MISFITS as error:
+            raise ArgumentError(
+                f"{recorded.where}: argument {position} cannot be made from "
+                f"{one_line(repr(entry), 300)}: {one_line(repr(error), 300)}"
+            ) from error
     return tuple(values)
 
 
+_MISFITS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+def _rebuilt(entry: Any, before: Sequence[Any], device: torch.device | str, limit: int) -> Any:
+    if not isinstance(entry, dict):
+        return entry
+    if "same_as" in entry:
+        return before[entry["same_as"]]
+    if "shape" not in entry:
+        return _dtype(entry["dtype"])
+    return _tensor(entry, device, limit)
+
+
 def _tensor(entry: Mapping[str, Any], device: torch.device | str, limit: int) -> torch.Tensor:
-    dtype: torch.dtype = getattr(torch, entry["dtype"])
+    dtype = _dtype(entry["dtype"])
     shape, stride = tuple(entry["shape"]), tuple(entry["stride"])
     offset = int(entry["offset"]) // dtype.itemsize
     span = 0
     if 0 not in shape:
         span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    if torch.device(device).type == "meta":  # whose random numbers take torch seconds to import
-        return torch.empty(offset + span, dtype=dtype, device=device).as_strided(
-            shape, stride, offset
-        )
-    memory = torch.cat([part.to(dtype) for part in _values(offset + span, dtype, device, limit)])
+    # Allocated whole and first: where there is no memory for it, that fails at once.
+    memory = torch.empty(offset + span, dtype=dtype, device=device)
+    if not memory.is_meta:  # whose random numbers take torch seconds to import
+        for piece in memory.split(_PIECE):
+            piece.copy_(_values(len(piece), dtype, device, limit))
     return memory.as_strided(shape, stride, offset)
 
 
-def _values(
-    count: int, dtype: torch.dtype, device: torch.device | str, limit: int
-) -> Iterator[torch.Tensor]:
-    """`count` random numbers that suit a dtype, in pieces that need little room beside it."""
-    piece = 1 << 26
-    for start in range(0, max(1, count), piece):
-        size = max(0, min(piece, count - start))
-        if dtype.is_floating_point:
-            yield torch.randn(size, device=device).to(dtype)
-        elif dtype == torch.bool:
-            yield torch.rand(size, device=device) < 0.9
-        elif dtype == torch.uint8:
-            yield torch.randint(0, 256, (size,), dtype=dtype, device=device)
-        else:
-            yield torch.randint(0, max(1, limit), (size,), dtype=dtype, device=device)
+def _values(count: int, dtype: torch.dtype, device: torch.device | str, limit: int) -> torch.Tensor:
+    """`count` random numbers that suit a dtype."""
+    if dtype.is_floating_point:
+        return torch.randn(count, device=device)
+    if dtype == torch.bool:
+        return torch.rand(count, device=device) < 0.9
+    if dtype == torch.uint8:
+        return torch.randint(0, 256, (count,), dtype=dtype, device=device)
+    return torch.randint(0, max(1, limit), (count,), dtype=dtype, device=device)
 
 
 def _words(args: tuple[Any, ...]) -> tuple[str, ...]:
     """The words among arguments: of two calls with one key they may ask for other kernels beside
     the chosen one, as reductions of a loss do."""
     return tuple(value for value in args if isinstance(value, str))
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"torch.{name} is not a dtype")
+    return found
 
 
 def _name(dtype: torch.dtype) -> str:

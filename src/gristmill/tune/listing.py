@@ -13,7 +13,7 @@ from gristmill.ops.registry import OPS
 from gristmill.select.configs import config_from_json
 from gristmill.select.device import Device
 from gristmill.select.problem import Problem
-from gristmill.select.table import Row
+from gristmill.select.table import Row, revive
 from gristmill.select.tables import TableSource
 
 _DTYPE = torch.dtype
@@ -25,7 +25,8 @@ class ListedRow:
     """A row of a table; `stale` is the reason why it is passed over, "" if it is not.
 
     What can be said without the call: whether variant and config exist and the sources are those
-    that were measured. A row of a user's MultiKernel is judged by that alone, when it is called.
+    that were measured; of a row without unusual flags also whether the config is a launch of the
+    variant. A row of a user's MultiKernel is judged by that alone, when it is called.
     """
 
     source: str
@@ -53,6 +54,9 @@ def why_stale(op: Op, row: Row, device: Device) -> str:
         return f"config of {row.variant} is malformed: {error}"
     try:
         problem = _like(op, row, device)
+        if problem.key(row.hint) == row.key:
+            found = revive(row, problem, op.variants)
+            return found.removeprefix("stale: ") if isinstance(found, str) else ""
         # A rejected config has no source hash. Whether a config suits the row's own flags is
         # checked at the call.
         if variant.supports(problem) is not None or variant.rejects(problem, config) is not None:
