@@ -398,7 +398,16 @@ def test_a_failure_at_any_move_leaves_the_old_one(
 def test_a_folder_is_not_replaced(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
     (tmp_path / name / "file").write_text("not ours")
-    with pytest.raises(CheckpointError, match=f"save_modelopt: .*{name} is a folder, not a file"):
+    with pytest.raises(CheckpointError, match=f"save_modelopt: .*{name} is not a regular file"):
         save_modelopt(tmp_path, {"a": weight(8, 32)}, config={})
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert (tmp_path / name / "file").read_text() == "not ours"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", INDEX_FILE])
+def test_a_pipe_is_not_replaced(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match=f"save_modelopt: .*{name} is not a regular file"):
+        save_modelopt(tmp_path, {"a": weight(8, 32)}, config={})
+    assert (tmp_path / name).is_fifo()
+    assert [path.name for path in tmp_path.iterdir()] == [name]

@@ -489,6 +489,44 @@ def test_other_formats_are_refused(tmp_path: Path) -> None:
         load(tmp_path, quantization_config=Nvfp4Config())
 
 
+def as_fp8(tensors: dict[str, torch.Tensor], owner: str, scale: str) -> dict[str, torch.Tensor]:
+    """A layer in FP8, whose values are wrong without its scale."""
+    left = {name: one for name, one in tensors.items() if not name.startswith(f"{owner}.")}
+    left[f"{owner}.weight"] = torch.randn(64, 64).to(E4M3)
+    return left | {f"{owner}.{scale}": torch.tensor(0.01)}
+
+
+@pytest.mark.parametrize("scale", ["weight_scale", "weight_scale_inv"])
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("llama", "self_attn.q_proj"), ("qwen3_moe", "mlp.experts.1.up_proj")],
+)
+def test_other_formats_beside_nvfp4_are_refused(
+    name: str, module: str, scale: str, tmp_path: Path
+) -> None:
+    quantised(name).save_pretrained(tmp_path)
+    owner = f"model.layers.0.{module}"
+    rewritten(tmp_path, lambda tensors: as_fp8(tensors, owner, scale))
+    with pytest.raises(CheckpointError, match=rf"safetensors: {owner}\.{scale} .* not of one in"):
+        load(tmp_path)
+
+
+def test_a_weight_without_its_global_scale_is_refused(tmp_path: Path) -> None:
+    quantised("llama").save_pretrained(tmp_path)
+    missing = "model.layers.0.self_attn.q_proj.weight_scale_2"
+    rewritten(tmp_path, lambda one: {key: one[key] for key in one if key != missing})
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight_scale .* not of one in NVFP4"):
+        load(tmp_path)
+
+
+def test_other_formats_of_layers_that_the_model_has_not_are_left(tmp_path: Path) -> None:
+    model = quantised("llama")
+    model.save_pretrained(tmp_path)
+    rewritten(tmp_path, lambda one: as_fp8(one, "vision_tower.blocks.0.fc1", "weight_scale"))
+    loaded, _ = load(tmp_path)
+    assert torch.equal(logits(loaded), logits(model))
+
+
 def test_layers_that_cannot_be_in_nvfp4_are_named(tmp_path: Path) -> None:
     quantised("llama", num_hidden_layers=1).save_pretrained(tmp_path)
     scale = {"model.embed_tokens.weight_scale_2": torch.ones(())}

@@ -265,8 +265,8 @@ def _replacing(folder: Path) -> Iterator[Path]:
         there = [path.name for path in folder.iterdir() if _OURS.fullmatch(path.name)]
         old = [INDEX_FILE, *sorted(there)]
         for name in (*written, *old):
-            if (folder / name).is_dir():
-                raise CheckpointError(f"save_modelopt: {folder / name} is a folder, not a file")
+            if (folder / name).exists() and not (folder / name).is_file():
+                raise CheckpointError(f"save_modelopt: {folder / name} is not a regular file")
         # Move the old files away, the index first, before moving in the new ones. The new index is
         # moved last, after the files that it lists.
         order = sorted(written, key=lambda name: name == INDEX_FILE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ from gristmill.integrations.transformers.nvfp4 import candidates
 from gristmill.integrations.transformers.saving import keep_names, left_dense, state_dict_of
 
 _BYTES = 0.5 + 1 / 16  # of an element, with its share of a block's scale
+# What other formats have beside a weight, or in its place; NVFP4 has a global scale as well.
+_OTHER_PARTS = (MODELOPT.scales, "weight_scale_inv", "weight_packed", "qweight")
 
 
 class Nvfp4HfQuantizer(HfQuantizer):  # type: ignore[misc]
@@ -67,7 +70,7 @@ class Nvfp4HfQuantizer(HfQuantizer):  # type: ignore[misc]
         if self.quantization_config.checkpoint is None and files:
             self.quantization_config.checkpoint = _told_beside(files)
         if not self.pre_quantized:
-            _refuse_other_formats(self._files or {})
+            _refuse_other_formats(self._files or {}, lambda owner: True)
             self._targets = Targets(model, self._chosen(model))
             return
         patterns = model._keys_to_ignore_on_load_unexpected or set()
@@ -108,13 +111,14 @@ class Nvfp4HfQuantizer(HfQuantizer):  # type: ignore[misc]
             }
         else:
             trial = copy.deepcopy(renamings)  # they note that they were used
-            names = set()
-            for owner in marked(self._files):
+
+            def named(owner: str) -> str | None:
                 for one in trial:
                     owner = one.rename_source_key(f"{owner}.weight")[0].removesuffix(".weight")
-                name = described.named(owner) or described.named(_without_expert(owner))
-                if name is not None:
-                    names.add(name)
+                return described.named(owner) or described.named(_without_expert(owner))
+
+            _refuse_other_formats(self._files, lambda owner: named(owner) is not None)
+            names = {name for owner in marked(self._files) if (name := named(owner)) is not None}
         return {name: self._loadable(model.get_submodule(name), name) for name in sorted(names)}
 
     def _loadable(self, module: torch.nn.Module, name: str) -> Layout | None:
@@ -247,14 +251,18 @@ def _told_beside(files: Any) -> QuantizationConfig | None:
     return QuantizationConfig.read(Path(str(files[0])).parent)
 
 
-def _refuse_other_formats(files: dict[str, Path]) -> None:
+def _refuse_other_formats(files: dict[str, Path], concerns: Callable[[str], bool]) -> None:
+    """Check that no weight of a module that `concerns` says is quantised, but not in NVFP4.
+
+    transformers would load the values of such a weight without its scales.
+    """
+    ours = marked(files)
     for name, file in files.items():
-        if name.endswith(
-            (f".{MODELOPT.scales}", ".weight_scale_inv", ".weight_packed", ".qweight")
-        ):
+        owner, _, part = name.rpartition(".")
+        if part in _OTHER_PARTS and owner not in ours and concerns(owner):
             raise CheckpointError(
                 f"{file}: {printable(name)} is of a quantised weight, but not of one in NVFP4; "
-                f"Nvfp4Config takes dense and NVFP4 checkpoints"
+                f"Nvfp4Config takes dense and NVFP4 weights"
             )
 
 
