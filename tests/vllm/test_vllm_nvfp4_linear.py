@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import re
 from typing import Any
 
 import pytest
@@ -227,7 +228,9 @@ def test_a_dense_weight_is_named(producer: str) -> None:
         name = "weight" if producer == "modelopt" else "weight_packed"
         parameter = getattr(layer, name)
         dense = torch.randn(HEADS * HEAD, HIDDEN, dtype=torch.bfloat16)
-        with pytest.raises(CheckpointError, match=r"qkv_proj: .* weight of torch.bfloat16"):
+        with pytest.raises(
+            CheckpointError, match=rf"qkv_proj\.{name}: .* weight of torch.bfloat16"
+        ):
             parameter.weight_loader(parameter, dense, "q")
 
 
@@ -237,7 +240,8 @@ def test_block_scales_of_another_dtype_are_named(producer: str) -> None:
     with rank():
         parameter = qkv_layer(producer).weight_scale
         given = torch.ones(HEADS * HEAD, HIDDEN // 16, dtype=torch.uint8)
-        with pytest.raises(CheckpointError, match=r"qkv_proj: the checkpoint has torch\.uint8 in"):
+        message = r"qkv_proj\.weight_scale: the checkpoint has torch\.uint8 in"
+        with pytest.raises(CheckpointError, match=message):
             parameter.weight_loader(parameter, given, "q")
 
 
@@ -248,8 +252,95 @@ def test_global_scales_of_another_dtype_are_named(producer: str, dtype: torch.dt
         layer = qkv_layer(producer)
         name = "weight_scale_2" if producer == "modelopt" else "weight_global_scale"
         parameter = getattr(layer, name)
-        with pytest.raises(CheckpointError, match=rf"qkv_proj: the checkpoint has {dtype} in the"):
+        message = rf"qkv_proj\.{name}: the checkpoint has {dtype} in the"
+        with pytest.raises(CheckpointError, match=message):
             parameter.weight_loader(parameter, torch.ones((), dtype=dtype), "q")
+
+
+CODES = {"modelopt": "weight", "compressed-tensors": "weight_packed"}
+WHOLE = {"codes": (48, 32), "scales": (48, 4)}
+
+
+@pytest.mark.parametrize(
+    ("which", "change"),
+    [
+        ("codes", lambda t: t[:32]),
+        ("codes", lambda t: t[:, :16]),
+        ("codes", lambda t: torch.cat([t, t])),
+        ("codes", lambda t: torch.cat([t, t], dim=1)),
+        ("codes", lambda t: t.T),
+        ("codes", lambda t: t[0, 0]),
+        ("scales", lambda t: t.reshape(-1)),
+        ("scales", lambda t: t[None]),
+        ("scales", lambda t: torch.zeros(128, 4).to(t.dtype)),  # padded to tiles of 128 x 4
+    ],
+)
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear, ReplicatedLinear])
+@pytest.mark.parametrize("producer", PRODUCERS)
+def test_tensors_of_another_shape_are_named(
+    producer: str, kind: Any, which: str, change: Any
+) -> None:
+    """vLLM's loaders would take a slice of a larger one."""
+    name = CODES[producer] if which == "codes" else "weight_scale"
+    given = change(tensors_of(producer, matrix(48, HIDDEN, 0.1))[name])
+    with rank():
+        layer = kind(HIDDEN, 48, bias=False, quant_config=quantization(producer), prefix="mlp.proj")
+        parameter = getattr(layer, name)
+        message = f"mlp.proj.{name}: the checkpoint has shape {tuple(given.shape)} in the place "
+        with pytest.raises(CheckpointError, match=re.escape(f"{message}of {WHOLE[which]}")):
+            parameter.weight_loader(parameter, given)
+
+
+@pytest.mark.parametrize("shard", ["k", None])
+def test_parts_of_another_shape_are_named(shard: str | None) -> None:
+    with rank():
+        parameter = qkv_layer().weight
+        given = torch.zeros(HEADS * HEAD * 4, HIDDEN // 2, dtype=torch.uint8)
+        arguments = () if shard is None else (shard,)
+        with pytest.raises(CheckpointError, match=r"qkv_proj\.weight: the checkpoint has shape"):
+            parameter.weight_loader(parameter, given, *arguments)
+
+
+@pytest.mark.parametrize("shape", [(3,), (1, 1), (0,)])
+def test_global_scales_of_another_shape_are_named(shape: tuple[int, ...]) -> None:
+    with rank():
+        parameter = qkv_layer().weight_scale_2
+        message = r"qkv_proj\.weight_scale_2: .* shape .* in the place of one value"
+        with pytest.raises(CheckpointError, match=message):
+            parameter.weight_loader(parameter, torch.ones(shape), "q")
+
+
+def test_what_was_cut_for_fewer_ranks_is_named() -> None:
+    with rank(1, of=2):
+        parameter = qkv_layer().weight
+        given = torch.zeros(HEADS * HEAD // 2, HIDDEN // 2, dtype=torch.uint8)
+        message = r"qkv_proj\.weight: vLLM cannot load shape \(64, 32\): "
+        with pytest.raises(CheckpointError, match=message):
+            parameter.weight_loader(parameter, given, "q")
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_ranks_share_heads_of_keys(fused: bool) -> None:
+    """Four ranks, two heads of keys: each has one, and the checkpoint has both."""
+    parts, x = qkv(), inputs()
+    if fused:
+        codes, scales = (
+            torch.cat([getattr(part, name).view(torch.uint8) for part in parts.values()])
+            for name in ("codes", "scales")
+        )
+        factor = torch.tensor(0.01)
+        whole = NVFP4Tensor(codes, scales.view(torch.float8_e4m3fn), factor)
+        parts = {name: NVFP4Tensor(p.codes, p.scales, factor) for name, p in parts.items()}
+    exactly = exact(list(parts.values()), x).split([128, 64, 64], dim=-1)
+    want = dict(zip("qkv", exactly, strict=True))
+    for index in range(4):
+        with rank(index, of=4):
+            layer = qkv_layer()
+            load(layer, "modelopt", {None: whole} if fused else parts)
+            y, _ = layer(x)
+        mine = [want["q"].chunk(4, dim=-1)[index]]
+        mine += [want[name].chunk(2, dim=-1)[index // 2] for name in "kv"]
+        close(y, torch.cat(mine, dim=-1))
 
 
 def test_ids_follow_from_the_name_and_live_layers_do_not_share_them() -> None:
@@ -338,6 +429,21 @@ def test_a_part_that_was_never_loaded_is_noticed() -> None:
         layer = qkv_layer()
         with pytest.raises(CheckpointError, match="weight_scale_2: 1 of 3 were never loaded"):
             load(layer, "modelopt", {"q": parts["q"], "v": parts["v"]})
+
+
+@pytest.mark.parametrize(("missing", "count"), [("k", 1), ("qkv", 3)])
+@pytest.mark.parametrize("producer", PRODUCERS)
+def test_codes_that_were_never_loaded_are_noticed(producer: str, missing: str, count: int) -> None:
+    with rank():
+        layer = qkv_layer(producer)
+        for shard, weight in qkv().items():
+            for name, tensor in tensors_of(producer, weight).items():
+                if name != CODES[producer] or shard not in missing:
+                    parameter = getattr(layer, name)
+                    parameter.weight_loader(parameter, tensor, shard)
+        message = rf"qkv_proj\.{CODES[producer]}: {count} of 3 were never loaded"
+        with pytest.raises(CheckpointError, match=message):
+            layer.quant_method.process_weights_after_loading(layer)
 
 
 def test_block_scales_that_were_never_loaded_are_noticed() -> None:

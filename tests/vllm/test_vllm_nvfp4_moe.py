@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from vllm.config import LoadConfig, VllmConfig
 from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
-from vllm_layers import PRODUCERS, experts, load_experts, quantization, rank
+from vllm_layers import PRODUCERS, experts, load_experts, quantization, rank, tensors_of
 
 from gristmill.errors import ArgumentError, CheckpointError
 from gristmill.formats.nvfp4.tensor import PackedNVFP4
@@ -222,6 +222,27 @@ def test_weights_are_reloaded_in_place(matrices: Matrices) -> None:
         close(run(layer, *call), exact(other, *call))
 
 
+@pytest.mark.parametrize("missing", ["w13_weight", "w13_weight_scale", "w2_weight_scale_2"])
+def test_what_a_reload_does_not_bring_is_named(missing: str, matrices: Matrices) -> None:
+    """vLLM gives the layer new memory for each reload; whatever was there before is in it."""
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+        record_metadata_for_reloading,
+    )
+
+    with rank():
+        layer = experts(quantization("modelopt"), **SIZES)
+        model = torch.nn.Sequential(layer)
+        record_metadata_for_reloading(model)
+        load_experts(layer, "modelopt", *matrices)
+        initialize_layerwise_reload(model)
+        getattr(layer, missing).weight_loader = lambda *others, **named: None
+        load_experts(layer, "modelopt", *matrices, process=False)
+        with pytest.raises(CheckpointError, match=rf"experts\.{missing}: "):
+            finalize_layerwise_reload(model, None)
+
+
 def test_real_weights_after_dummy_ones(matrices: Matrices) -> None:
     from vllm.model_executor.model_loader.reload import (
         finalize_layerwise_reload,
@@ -255,8 +276,68 @@ def test_global_scales_of_another_dtype_are_named(stack: str) -> None:
         layer = experts(quantization("modelopt"), **SIZES)
         parameter = getattr(layer, f"{stack}_weight_scale_2")
         given = torch.ones((), dtype=torch.bfloat16)
-        with pytest.raises(CheckpointError, match=r"the checkpoint has torch\.bfloat16 in the"):
+        message = rf"experts\.{stack}_weight_scale_2: the checkpoint has torch\.bfloat16 in the"
+        with pytest.raises(CheckpointError, match=message):
             parameter.weight_loader(parameter, given, "w2.weight_scale_2", "w2", 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("weight", lambda t: t[:48]),
+        ("weight", lambda t: t[:, :16]),
+        ("weight", lambda t: torch.cat([t, t])),
+        ("weight", lambda t: t[None]),
+        ("weight", lambda t: t[0, 0]),
+        ("weight_scale", lambda t: t[0, 0]),
+        ("weight_scale", lambda t: t.T),
+        ("weight_scale_2", lambda t: t.repeat(2)),
+    ],
+)
+@pytest.mark.parametrize(("shard", "stack"), [("w1", "w13"), ("w2", "w2")])
+def test_tensors_of_another_shape_are_named(
+    stack: str, shard: str, name: str, change: Any, matrices: Matrices
+) -> None:
+    """vLLM's loader would leave the rest of the expert as it was, or fill it with one value."""
+    source = matrices[0][0] if shard == "w1" else matrices[2][0]
+    given = change(tensors_of("modelopt", source)[name])
+    with rank():
+        layer = experts(quantization("modelopt"), **SIZES)
+        parameter = getattr(layer, f"{stack}_{name}")
+        message = rf"experts\.{stack}_{name}: the checkpoint has shape .* in the place of "
+        with pytest.raises(CheckpointError, match=message):
+            parameter.weight_loader(parameter, given, f"{stack}_{name}", shard, 0)
+
+
+@pytest.mark.parametrize("producer", PRODUCERS)
+def test_codes_that_were_never_loaded_are_named(producer: str, matrices: Matrices) -> None:
+    codes = "weight" if producer == "modelopt" else "weight_packed"
+    with rank():
+        layer = experts(quantization(producer), **SIZES)
+        parameter = getattr(layer, f"w13_{codes}")
+        untouched = parameter[3, INNER:].clone()
+        load_experts(layer, producer, *matrices, process=False)
+        parameter.data[3, INNER:] = untouched
+        with pytest.raises(CheckpointError, match=rf"experts\.w13_{codes}: 1 of 12 were never"):
+            layer.quant_method.process_weights_after_loading(layer)
+
+
+def test_experts_of_one_tensor_are_loaded_at_once(matrices: Matrices) -> None:
+    """As models do whose checkpoints have all experts in one tensor."""
+    call = routed()
+    with rank():
+        layer = experts(quantization("modelopt"), **SIZES)
+        load_experts(layer, "modelopt", *matrices, process=False)
+        for shard, stack, weights in zip(
+            ("w1", "w3", "w2"), ("w13", "w13", "w2"), matrices, strict=True
+        ):
+            for name in ("weight", "weight_scale"):
+                parameter = getattr(layer, f"{stack}_{name}")
+                given = [tensors_of("modelopt", weight)[name] for weight in weights]
+                whole = torch.stack([one.view(torch.uint8) for one in given]).view(given[0].dtype)
+                parameter.weight_loader(parameter, whole, f"{stack}_{name}", shard, 0)
+        layer.quant_method.process_weights_after_loading(layer)
+        close(run(layer, *call), exact(matrices, *call))
 
 
 def test_damaged_scales_are_refused(matrices: Matrices) -> None:

@@ -10,6 +10,7 @@ from test_vllm_nvfp4_linear import close, exact, inputs, qkv, qkv_layer
 from vllm.config import LoadConfig, VllmConfig
 from vllm_layers import load, rank, tensors_of
 
+from gristmill.errors import CheckpointError
 from gristmill.integrations.vllm.weights import HELD, HeldRunner
 from gristmill.nvfp4 import NVFP4Tensor
 
@@ -48,6 +49,30 @@ def test_weights_are_reloaded_in_place() -> None:
         assert getattr(layer, HELD) is held
         x = inputs()
         close(layer(x)[0], exact(list(other.values()), x))
+
+
+@pytest.mark.parametrize("missing", ["weight", "weight_scale", "weight_scale_2"])
+def test_what_a_reload_does_not_bring_is_named(missing: str) -> None:
+    """vLLM gives the layer new memory for each reload; whatever was there before is in it."""
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+        record_metadata_for_reloading,
+    )
+
+    with rank():
+        layer = qkv_layer()
+        model = torch.nn.Sequential(layer)
+        record_metadata_for_reloading(model)
+        load(layer, "modelopt", qkv())
+        initialize_layerwise_reload(model)
+        for shard, weight in qkv().items():
+            for name, tensor in tensors_of("modelopt", weight).items():
+                if name != missing or shard != "k":
+                    parameter = getattr(layer, name)
+                    parameter.weight_loader(parameter, tensor, shard)
+        with pytest.raises(CheckpointError, match=rf"qkv_proj\.{missing}: "):
+            finalize_layerwise_reload(model, None)
 
 
 def test_real_weights_after_dummy_ones() -> None:

@@ -7,6 +7,7 @@ for each row, so gate and up may differ.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -18,9 +19,8 @@ from gristmill.integrations.vllm.norms import PROVIDER
 from gristmill.integrations.vllm.weights import (
     HELD,
     NAMES,
+    Loading,
     check_columns,
-    checked_loader,
-    empty_global_scales,
     empty_weight,
     input_scales,
     install,
@@ -55,6 +55,7 @@ class GristmillNvfp4MoeMethod(compat.FusedMoEMethodBase):  # type: ignore[misc]
         super().__init__(moe)
         self.names = NAMES[producer]
         self.prefix = prefix or "experts without a name"
+        self.loading = Loading(self.prefix, self.names, "w13_", "w2_")
         self.dummy = compat.has_dummy_weights()
         if not moe.is_act_and_mul:
             raise ArgumentError(f"{self.prefix}: experts without a gate are not supported; {DROP}")
@@ -79,26 +80,32 @@ class GristmillNvfp4MoeMethod(compat.FusedMoEMethodBase):  # type: ignore[misc]
         layer.num_experts = num_experts
         layer.params_dtype = params_dtype
         loader = extra_weight_attrs.get("weight_loader")
-        for stack, rows, columns, scales_of_each in (
-            ("w13_", 2 * inner, hidden_size, (2,)),
-            ("w2_", hidden_size, inner, ()),
+        for stack, rows, columns, scales_of_each, on_disk in (
+            ("w13_", 2 * inner, hidden_size, (2,), (whole, hidden_size)),
+            ("w2_", hidden_size, inner, (), (hidden_size, whole)),
         ):
             codes, scales = empty_weight(num_experts, rows, columns)
-            factors = empty_global_scales(num_experts, *scales_of_each)
+            factors = torch.empty(num_experts, *scales_of_each, dtype=torch.float32)
             for name, data, kind in (
                 (self.names.codes, codes, ""),
                 (self.names.scales, scales, BLOCKS),
                 (self.names.global_scale, factors, TENSOR),
             ):
-                checked = checked_loader(self.prefix, loader, data.dtype)
+                wanted = _wanted_scale
+                if kind != TENSOR:
+                    matrix = (on_disk[0], on_disk[1] * data.shape[-1] // columns)
+                    wanted = functools.partial(_wanted_matrix, num_experts, matrix)
+                checked = self.loading.checked(layer, stack + name, loader, data.dtype, wanted)
                 _register(layer, stack + name, data, checked, kind)
             layer.register_parameter(stack + self.names.input_scale, input_scales())
+        self.loading.mark(layer)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         if not is_loaded(layer, self.names, "w13_"):
             return
         # Once: what comes after that, by a reload, is real.
         dummy, self.dummy = self.dummy, False
+        self.loading.processed = True
         weights = {}
         for stack, parts in (("w13_", 2), ("w2_", 1)):
             rows = getattr(layer, stack + self.names.codes).shape[-2]
@@ -166,6 +173,17 @@ def _register(layer: Any, name: str, data: torch.Tensor, loader: Any, kind: str)
     if kind:
         parameter.quant_method = kind
     layer.register_parameter(name, parameter)
+
+
+def _wanted_matrix(
+    num_experts: int, matrix: tuple[int, int], shape: tuple[int, ...], *part: Any, **named: Any
+) -> str | None:
+    """The shape of one expert's codes or block scales, or those of all experts of this rank."""
+    return None if shape in (matrix, (num_experts, *matrix)) else f"{matrix}"
+
+
+def _wanted_scale(shape: tuple[int, ...], *part: Any, **named: Any) -> str | None:
+    return None if math.prod(shape) == 1 else "one value"
 
 
 def _activation(prefix: str, layer: Any) -> str:

@@ -25,6 +25,7 @@ ROW_SCALE = "weight_row_scale"
 HELD = "gristmill"  # the submodule of a layer that holds its runner
 
 _NAN, _ONE = 0x7F, 0x38  # of E4M3
+_UNLOADED = 0x88  # two codes of -0: no quantizer writes a whole matrix of them
 _DUMMY_SCALE = 2.0**-8  # gives dummy weights the size of real ones
 _DUMMY_SEED = 1234
 
@@ -44,16 +45,93 @@ def check_columns(prefix: str, what: str, columns: int, whole: int) -> None:
 
 
 def empty_weight(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and block scales of a weight to be loaded; scales are NaN until then."""
+    """Codes and block scales of a weight to be loaded."""
     *stack, columns = shape
     codes = torch.empty(*stack, columns // 2, dtype=torch.uint8)
-    scales = torch.full((*stack, columns // BLOCK), _NAN, dtype=torch.uint8)
+    scales = torch.empty(*stack, columns // BLOCK, dtype=torch.uint8)
     return codes, scales.view(torch.float8_e4m3fn)
 
 
-def empty_global_scales(*shape: int) -> torch.Tensor:
-    """NaN until they are loaded."""
-    return torch.full(shape, torch.nan, dtype=torch.float32)
+class Loading:
+    """Loads codes and scales into a layer: only what fits, and so that `take` notices what is left.
+
+    Until they are loaded codes are -0, scales NaN. vLLM's reload gives the layer new tensors with
+    anything in them: the first tensor that is loaded after `processed` was set marks them all.
+
+    Args:
+        prefix: the layer's name, for errors.
+        stacks: what the names of the tensors of each weight begin with.
+    """
+
+    def __init__(self, prefix: str, names: Names, *stacks: str) -> None:
+        self.prefix = prefix
+        self.names = names
+        self.stacks = stacks
+        self.processed = False
+
+    def mark(self, layer: Any) -> None:
+        """Mark all that is to be loaded, once the layer has its parameters."""
+        for stack in self.stacks:
+            codes, scales, global_scales = (
+                getattr(layer, stack + name).data
+                for name in (self.names.codes, self.names.scales, self.names.global_scale)
+            )
+            codes.fill_(_UNLOADED)
+            scales.view(torch.uint8).fill_(_NAN)
+            global_scales.fill_(torch.nan)
+
+    def checked(
+        self,
+        layer: Any,
+        name: str,
+        loader: Any,
+        dtype: torch.dtype,
+        wanted_shape: Callable[..., str | None],
+    ) -> Any:
+        """`loader` for the parameter `name`, which accepts only what it can load whole.
+
+        vLLM's loaders convert other dtypes: codes as if they were numbers, global scales by
+        rounding. They take a slice of what is too large, and leave the rest of what is too small
+        as it was.
+
+        Args:
+            loader: takes the parameter, the tensor of the checkpoint, and which part it is.
+            wanted_shape: takes the shape of the tensor of the checkpoint and which part it is.
+                Returns None if the shape is right, else the right one, for errors.
+        """
+        if loader is None:
+            return None
+        where = f"{self.prefix}.{name}"
+
+        @functools.wraps(loader)
+        def load(param: Parameter, loaded_weight: torch.Tensor, *others: Any, **named: Any) -> Any:
+            if dtype == torch.uint8 and loaded_weight.is_floating_point():
+                raise CheckpointError(
+                    f"{where}: the checkpoint has a weight of {loaded_weight.dtype} in the place "
+                    f"of packed NVFP4: its quantization config must name the layer among the "
+                    f"ignored ones"
+                )
+            if loaded_weight.dtype != dtype:
+                raise CheckpointError(
+                    f"{where}: the checkpoint has {loaded_weight.dtype} in the place of {dtype}"
+                )
+            shape = tuple(loaded_weight.shape)
+            wanted = wanted_shape(shape, *others, **named)
+            if wanted is not None:
+                raise CheckpointError(
+                    f"{where}: the checkpoint has shape {shape} in the place of {wanted}"
+                )
+            if self.processed and not param.is_meta:  # on meta, vLLM only counts
+                self.processed = False
+                self.mark(layer)
+            try:
+                return loader(param, loaded_weight, *others, **named)
+            except (AssertionError, IndexError, RuntimeError) as error:
+                raise CheckpointError(
+                    f"{where}: vLLM cannot load shape {shape}: {str(error) or type(error).__name__}"
+                ) from error
+
+        return load
 
 
 def input_scales() -> Parameter:
@@ -69,29 +147,6 @@ def input_scales() -> Parameter:
 
 def _drop(param: Parameter, loaded_weight: torch.Tensor, *others: Any, **named: Any) -> bool:
     return True
-
-
-def checked_loader(prefix: str, loader: Any, dtype: torch.dtype) -> Any:
-    """`loader` for codes or scales of `dtype`. Other dtypes are an error: the loader would convert
-    numbers that are codes, and round global scales.
-    """
-    if loader is None:
-        return None
-
-    @functools.wraps(loader)
-    def load(param: Parameter, loaded_weight: torch.Tensor, *others: Any, **named: Any) -> Any:
-        if dtype == torch.uint8 and loaded_weight.is_floating_point():
-            raise CheckpointError(
-                f"{prefix}: the checkpoint has a weight of {loaded_weight.dtype} in the place of "
-                f"packed NVFP4: its quantization config must name the layer among the ignored ones"
-            )
-        if loaded_weight.dtype != dtype:
-            raise CheckpointError(
-                f"{prefix}: the checkpoint has {loaded_weight.dtype} in the place of {dtype}"
-            )
-        return loader(param, loaded_weight, *others, **named)
-
-    return load
 
 
 def is_loaded(layer: Any, names: Names, stack: str = "") -> bool:
@@ -123,6 +178,7 @@ def take(
     else:
         factors = _factors(f"{prefix}.{stack}{names.global_scale}", global_scale, names.divides)
         check_block_scales(f"{prefix}.{stack}{names.scales}", scales)
+        _check_codes(f"{prefix}.{stack}{names.codes}", codes, widths)
     factors = factors.reshape(*codes.shape[:-2], len(widths))
     counts = torch.tensor(widths, device=factors.device)
     return NVFP4Tensor(codes, scales, factors.repeat_interleave(counts, dim=-1))
@@ -146,6 +202,17 @@ def _factors(where: str, scales: torch.Tensor, divides: bool) -> torch.Tensor:
             f"{float(scales.max())}"
         )
     return factors
+
+
+def _check_codes(where: str, codes: torch.Tensor, widths: Sequence[int]) -> None:
+    parts = [part.flatten(-2) for part in codes.split(list(widths), dim=-2) if part.numel()]
+    # By the extremes, which need no memory of the size of the codes.
+    missing = sum(
+        int(((part.amin(-1) == _UNLOADED) & (part.amax(-1) == _UNLOADED)).sum()) for part in parts
+    )
+    if missing:
+        count = codes[..., 0, 0].numel() * len(parts)
+        raise CheckpointError(f"{where}: {missing} of {count} were never loaded")
 
 
 def install(
