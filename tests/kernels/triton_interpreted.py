@@ -107,9 +107,13 @@ def _activated(x: torch.Tensor, activation: str | None) -> torch.Tensor:
 
 
 def _compare(got: torch.Tensor, wanted: torch.Tensor, terms: torch.Tensor, what: object) -> None:
-    """Within one rounding of the result, and the fp32 sums' own error, of fp64."""
+    """Within one rounding of the result, and the fp32 sums' own error, of fp64.
+
+    The interpreter multiplies by NumPy, whose fp32 sums of 64 terms are off by up to 6.6 roundings
+    of the sum of absolute terms (2**-24): 8 are allowed.
+    """
     assert torch.isfinite(got).all(), what
-    allowed = 0.5001 * EPSILON[got.dtype] * wanted.abs() + 2.0**-22 * terms + 1e-7
+    allowed = 0.5001 * EPSILON[got.dtype] * wanted.abs() + 2.0**-21 * terms + 1e-7
     worst = ((got.double() - wanted).abs() / allowed).max().item()
     assert worst <= 1, f"{what}: {worst:.2f} times the allowed error"
 
