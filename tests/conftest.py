@@ -13,7 +13,7 @@ import torch
 
 from gristmill.settings import reload_settings
 
-# The library reads no file that a group can write to, which a umask of 002 gives to files of tests.
+# With a umask of 002 a group can write to the tests' files, and the library would not read them.
 os.umask(0o022)
 
 if "PYTEST_XDIST_WORKER" in os.environ:

@@ -54,7 +54,17 @@ _lock = Lock()
 _KIND_MOST = 16
 # What one line may hold: compilers write pages.
 _LINE_MOST = 1000
-_short = reprlib.Repr()
+
+
+class _Short(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        try:
+            return super().repr_int(x, level)
+        except ValueError:  # Python limits the digits
+            return f"<an integer of {x.bit_length()} bits>"
+
+
+_short = _Short()
 _short.maxstring = _short.maxother = 100
 
 

@@ -278,6 +278,19 @@ def test_what_torch_cannot_assign_rejects_all(arch: str, become: Become) -> None
         assert_state(made, kept)
 
 
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("arch", LAYOUTS)
+def test_what_a_hook_rejects_is_not_loaded(arch: str, assign: bool, become: Become) -> None:
+    become(arch)
+    made, given = linear(), linear().state_dict()
+    kept, before = copied(made.state_dict()), addresses(made)
+    made.register_load_state_dict_pre_hook(lambda *args: args[-1].append("not this one"))
+    with pytest.raises(RuntimeError, match="not this one"):
+        made.load_state_dict(given, assign=assign)
+    assert addresses(made) == before
+    assert_state(made, kept)
+
+
 def test_layers_beside_a_tensor_without_strides() -> None:
     """Torch loads them: it raises its error at the end."""
     model, given = torch.nn.Sequential(linear(), linear(), linear()), {}

@@ -519,10 +519,24 @@ def test_a_weight_without_its_global_scale_is_refused(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_other_formats_of_layers_that_the_model_has_not_are_left(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "owner", ["vision_tower.blocks.0.fc1", "model.layers.61.eh_proj", "model.layers.61.mlp.up_proj"]
+)
+@pytest.mark.parametrize("kind", ["FP8", "NVFP4"])
+def test_quantised_layers_that_the_model_has_not_are_left(
+    kind: str, owner: str, tmp_path: Path
+) -> None:
     model = quantised("llama")
     model.save_pretrained(tmp_path)
-    rewritten(tmp_path, lambda one: as_fp8(one, "vision_tower.blocks.0.fc1", "weight_scale"))
+
+    def change(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if kind == "FP8":
+            return as_fp8(tensors, owner, "weight_scale")
+        own = "model.layers.0.mlp.up_proj."
+        copies = {key: one.clone() for key, one in tensors.items() if key.startswith(own)}
+        return tensors | {f"{owner}.{key.removeprefix(own)}": copies[key] for key in copies}
+
+    rewritten(tmp_path, change)
     loaded, _ = load(tmp_path)
     assert torch.equal(logits(loaded), logits(model))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 from gristmill.cli.app import app
 from gristmill.ops.registry import OPS
 from gristmill.select import KNOWN, reset_tables
+from gristmill.select.configs import config_to_json
 from gristmill.select.device import device_of
 from gristmill.select.table import Row, Table
 from gristmill.select.tables import user_table_path
@@ -206,8 +208,6 @@ def test_tables_judges_a_table_of_a_gpu_that_is_not_here(run: Run, tmp_path: Pat
     problem = op.problem(*op.example((64, 4096), torch.bfloat16, "meta"), device=h200)
     variant = next(one for one in op.variants if one.name == "cuda_block")
     config = variant.config(problem)
-    from gristmill.select.configs import config_to_json
-
     good = row(
         problem.key(64),
         variant="cuda_block",
@@ -230,6 +230,17 @@ def test_tables_judges_a_table_of_a_gpu_that_is_not_here(run: Run, tmp_path: Pat
     assert "malformed" in found[problem.key(256)]
     assert found[problem.key(16)] == "cuda_block has changed since 2026-01-02"
     assert "3 rows for NVIDIA H200, 2 of them stale" in run(f"tables --table {path}").stdout
+
+
+def test_tables_of_an_architecture_that_is_not_known(run: Run, tmp_path: Path) -> None:
+    """That this machine cannot run a row does not make it stale."""
+    path, device = tmp_path / "t4.json", replace(KNOWN["sm_90a"], name="T4", arch="sm_75")
+    op = OPS["rms_norm"]
+    problem = op.problem(*op.example((64, 32), torch.bfloat16, "meta"), device=device)
+    variant = next(one for one in op.variants if one.name == "cuda_block")
+    config = config_to_json(variant.config(problem))
+    save(row(KEY, variant=variant.name, config=config), path=path, device=device)
+    assert json.loads(run(f"tables --table {path} --stale --json").stdout) == []
 
 
 def test_tables_of_a_file_whose_name_looks_like_markup(run: Run, tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ class Patterns:
             return True
         if not self._inner.isdisjoint(_runs(module, self._parts)):
             return True
-        # Of this thread: a process may be stopped for a while, or its other threads be busy.
+        # CPU time, for a process may be stopped for a while. `regex` counts that of all threads.
         start = time.thread_time()
         end = start + min(MATCH_TIMEOUT_S, self._left_s)
         try:

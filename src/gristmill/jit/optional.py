@@ -62,7 +62,7 @@ def check_release(module: Any, package: str, least: tuple[int, int], install: st
 def _reason(error: BaseException) -> str:
     try:
         message = one_line(error)
-    except Exception:  # it cannot say what it is
+    except Exception:  # of its __str__
         message = ""
     if message and isinstance(error, ImportError):
         return message

@@ -235,7 +235,7 @@ def _text(value: Any) -> str:
 
 
 def _printable(value: Any) -> str:
-    """`str(value)`, with its odd characters escaped: the keys of a table have none."""
+    """`str(value)`, escaped if it has unprintable characters, which keys of tables may not have."""
     text = str(value)
     return text if text.isprintable() else repr(text)
 

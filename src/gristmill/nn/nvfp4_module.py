@@ -221,9 +221,9 @@ class NVFP4Module(torch.nn.Module):
 
         def adapt(found: dict[str, Any], *others: Any) -> None:
             self._adapt(found, prefix)
-            problems = self._problems(found, prefix, assign)
-            error_msgs.extend(problems)
-            if problems or (self._is_strict and not self._has_all(found, prefix)):
+            error_msgs.extend(self._problems(found, prefix, assign))
+            is_rejected = len(error_msgs) > count  # maybe by another hook
+            if is_rejected or (self._is_strict and not self._has_all(found, prefix)):
                 # Without this module's keys torch loads nothing of it and raises its error.
                 self.__dict__["_is_strict"] = False
                 rejected.extend(key for key in self._own(prefix) if key in found)

@@ -30,6 +30,8 @@ _MOST_BYTES = 256 << 20  # of what several processes record: 10,000 lines have 1
 
 _ALIGNMENT = 64
 _PIECE = 1 << 26  # elements that are filled at once, to need little memory beside a tensor
+# What torch and Python raise for a description of an argument that is wrong.
+_MISFITS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 _seen: set[tuple[Path, str, tuple[str, ...]]] = set()
 _lock = Lock()
 
@@ -70,7 +72,7 @@ def record(op: str, problem: Problem, args: tuple[Any, ...]) -> None:
 
 def _opened(path: str, flags: int) -> int:
     """For the built-in open. Does not wait for a pipe's reader: without one, it is an OSError."""
-    return os.open(path, flags | os.O_NONBLOCK, 0o666)
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
 
 
 def forget_recorded() -> None:
@@ -139,16 +141,13 @@ def rebuilt(
         try:
             values.append(_rebuilt(entry, values, device, limits.get(position, 2)))
         except torch.OutOfMemoryError:
-            raise  # passes
+            raise  # the line may be right
         except _MISFITS as error:
             raise ArgumentError(
                 f"{recorded.where}: argument {position} cannot be made from "
                 f"{one_line(repr(entry), 300)}: {one_line(repr(error), 300)}"
             ) from error
     return tuple(values)
-
-
-_MISFITS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 def _rebuilt(entry: Any, before: Sequence[Any], device: torch.device | str, limit: int) -> Any:

@@ -24,9 +24,9 @@ _WORD = re.compile(r"(\w+)=(\w+)")
 class ListedRow:
     """A row of a table; `stale` is the reason why it is passed over, "" if it is not.
 
-    What can be said without the call: whether variant and config exist and the sources are those
-    that were measured; of a row without unusual flags also whether the config is a launch of the
-    variant. A row of a user's MultiKernel is judged by that alone, when it is called.
+    Rows are judged without the call: whether variant and config exist, and whether the sources are
+    those that were measured. For rows without unusual flags also whether the variant can use the
+    config. Rows of a user's MultiKernel are judged only when it is called.
     """
 
     source: str
@@ -54,12 +54,14 @@ def why_stale(op: Op, row: Row, device: Device) -> str:
         return f"config of {row.variant} is malformed: {error}"
     try:
         problem = _like(op, row, device)
+        if variant.supports(problem) is not None:
+            return ""  # the table may be of a GPU that is not here
         if problem.key(row.hint) == row.key:
             found = revive(row, problem, op.variants)
             return found.removeprefix("stale: ") if isinstance(found, str) else ""
         # A rejected config has no source hash. Whether a config suits the row's own flags is
         # checked at the call.
-        if variant.supports(problem) is not None or variant.rejects(problem, config) is not None:
+        if variant.rejects(problem, config) is not None:
             return ""
         today = variant.source_hash(problem, config)
     except Exception:

@@ -115,7 +115,13 @@ class Nvfp4HfQuantizer(HfQuantizer):  # type: ignore[misc]
             def named(owner: str) -> str | None:
                 for one in trial:
                     owner = one.rename_source_key(f"{owner}.weight")[0].removesuffix(".weight")
-                return described.named(owner) or described.named(_without_expert(owner))
+                if (found := described.named(owner)) is not None:
+                    return found
+                experts = described.named(_without_expert(owner))
+                # In a list of layers it is of a layer that the model has not, such as one for MTP.
+                if experts is None or isinstance(model.get_submodule(experts), torch.nn.ModuleList):
+                    return None
+                return experts
 
             _refuse_other_formats(self._files, lambda owner: named(owner) is not None)
             names = {name for owner in marked(self._files) if (name := named(owner)) is not None}
@@ -252,7 +258,7 @@ def _told_beside(files: Any) -> QuantizationConfig | None:
 
 
 def _refuse_other_formats(files: dict[str, Path], concerns: Callable[[str], bool]) -> None:
-    """Check that no weight of a module that `concerns` says is quantised, but not in NVFP4.
+    """Check that no weight is quantised in another format than NVFP4, if `concerns(its module)`.
 
     transformers would load the values of such a weight without its scales.
     """
