@@ -23,7 +23,7 @@ from vllm_layers import PRODUCERS, load, quantization, rank, tensors_of
 
 from gristmill.errors import ArgumentError, CheckpointError, UnknownRunner
 from gristmill.formats.nvfp4.tensor import PackedNVFP4
-from gristmill.integrations.vllm.weights import HELD
+from gristmill.integrations.vllm.weights import HELD, NAMES, Loading
 from gristmill.nvfp4 import NVFP4Tensor, dequantize, quantize
 
 HIDDEN, HEADS, KV_HEADS, HEAD = 64, 4, 2, 32
@@ -317,6 +317,16 @@ def test_what_was_cut_for_fewer_ranks_is_named() -> None:
         message = r"qkv_proj\.weight: vLLM cannot load shape \(64, 32\): "
         with pytest.raises(CheckpointError, match=message):
             parameter.weight_loader(parameter, given, "q")
+
+
+def test_a_lack_of_memory_is_not_the_fault_of_a_checkpoint() -> None:
+    def loader(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError
+
+    loading = Loading("a", NAMES["modelopt"], "")
+    checked = loading.checked(None, "weight", loader, torch.uint8, lambda shape: None)
+    with pytest.raises(torch.OutOfMemoryError):
+        checked(torch.nn.Parameter(torch.zeros(1)), torch.zeros(1, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("fused", [False, True])

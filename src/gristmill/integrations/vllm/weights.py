@@ -126,6 +126,8 @@ class Loading:
                 self.mark(layer)
             try:
                 return loader(param, loaded_weight, *others, **named)
+            except torch.OutOfMemoryError:
+                raise  # the checkpoint is not at fault
             except (AssertionError, IndexError, RuntimeError) as error:
                 raise CheckpointError(
                     f"{where}: vLLM cannot load shape {shape}: {str(error) or type(error).__name__}"
