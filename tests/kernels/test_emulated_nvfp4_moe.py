@@ -245,7 +245,7 @@ def test_routing_of_every_type_and_stride(
 
 @pytest.mark.parametrize("dtype", [INT32, INT64], ids=str)
 @pytest.mark.parametrize("config", EVERY_WAY, ids=_name)
-def test_slots_of_nobody(host: EmulatedHost, config: MoeConfig, dtype: torch.dtype) -> None:
+def test_slots_without_an_expert(host: EmulatedHost, config: MoeConfig, dtype: torch.dtype) -> None:
     """Tokens with some experts, and with none: those are zeros."""
     ids = [[0, -1, 3], [-1, -1, -1], [4, 1, 2], [7, 4, -5], [2**31 - 1, 0, -(2**31)]]
     call = Mixture(5, 4, topk=3, ids=dtype, w2_bias=F32).call(torch.tensor(ids))

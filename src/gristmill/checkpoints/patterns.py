@@ -79,7 +79,7 @@ class Patterns:
                 raise CheckpointError(f"{where}: the patterns take too long to compile")
 
     def match(self, module: str) -> bool:
-        # Also with a dot: a pattern for everything below a module matches the module.
+        # A pattern such as "a.*", for all modules below "a", also matches "a".
         below = f"{module}."
         if module in self._names or below in self._names:
             return True

@@ -76,7 +76,7 @@ def from_text(text: str, *, anywhere: bool = False) -> Compilable:
     Only of sources that belong to gristmill: to compile a file that is Python is to run it.
     `anywhere` allows other folders, too.
     """
-    shown = one_line(repr(text))
+    given_text = one_line(repr(text))
     try:
         given = {name: _frozen(value) for name, value in json.loads(text).items()}
         root = given.pop("root", None)
@@ -89,11 +89,11 @@ def from_text(text: str, *, anywhere: bool = False) -> Compilable:
         program: Compilable = _kind(given)(**given)
         program.digest()  # reads the source
     except ArgumentError as error:
-        raise ArgumentError(f"{shown} is not a program of gristmill: {error}") from error
+        raise ArgumentError(f"{given_text} is not a program of gristmill: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ArgumentError(
-            f"{shown} is not a program of gristmill ({reason}); it is JSON such as "
+            f"{given_text} is not a program of gristmill ({reason}); it is JSON such as "
             f'{{"source": "norm.cu", "names": ["..."]}}, as KernelNotCached shows it'
         ) from error
     return program
