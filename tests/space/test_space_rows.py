@@ -15,8 +15,7 @@ from space.space_sets import DTYPES, ROW_OPS, AnyRows, kind_of, kinds, lays, pro
 from gristmill.ops.registry import OPS
 from gristmill.ops.rows.layout import Layout
 from gristmill.ops.rows.space import DENSE, LONGEST, Lay
-from gristmill.ops.space import preferred
-from gristmill.select.chooser import ranked
+from gristmill.select.chooser import by_heuristics, ranked
 from gristmill.select.device import KNOWN, Device
 from gristmill.select.overrides import batch_invariant
 from gristmill.select.problem import Problem
@@ -181,7 +180,9 @@ def check_cases(name: str, dtypes: tuple[torch.dtype, ...]) -> None:
     assert meant >= len(cases) / 3, "the rule means hardly any of them"
 
 
-def test_preferred_is_the_first_of_ranked_without_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_heuristics_is_the_first_of_ranked_without_tables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from gristmill.select.tables import reset_tables
     from gristmill.settings import reload_settings
 
@@ -198,7 +199,10 @@ def test_preferred_is_the_first_of_ranked_without_tables(monkeypatch: pytest.Mon
                     leading = (draw.choice([1, 60, 200, 3000, 70000]), 1)
                     maker = AnyRows(torch.bfloat16, columns, DENSE, leading)
                     problem = op.problem(*kind.make(maker), device=H200)
-                    mine, theirs = preferred(op, problem), ranked(name, op.variants, problem)[0]
+                    mine, theirs = (
+                        by_heuristics(name, op.variants, problem),
+                        ranked(name, op.variants, problem)[0],
+                    )
                     assert mine is not None
                     assert (mine.variant, mine.config) == (theirs.variant, theirs.config)
     finally:

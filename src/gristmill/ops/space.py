@@ -37,9 +37,9 @@ import torch
 from gristmill.errors import VariantUnavailable
 from gristmill.jit.compilers import Compilable
 from gristmill.ops.op import Op
-from gristmill.select.chooser import Choice, choices, refusal
+from gristmill.select.chooser import Choice, choices
 from gristmill.select.device import Device
-from gristmill.select.overrides import active, batch_invariant
+from gristmill.select.overrides import batch_invariant
 from gristmill.select.problem import Problem
 from gristmill.select.tables import tables_for
 
@@ -73,25 +73,6 @@ def chosen(op: Op, problem: Problem) -> Iterator[Needed]:
         yield Needed(problem, next(choices(op.name, op.variants, problem)))
     except VariantUnavailable:
         return
-
-
-def preferred(op: Op, problem: Problem) -> Choice | None:
-    """The first choice by the op's order of preference alone: what runs where no table speaks.
-
-    As `choices` has it, without looking at what comes after.
-    """
-    name, asked = active().get(op.name), problem.asked()
-    unwilling = None
-    for variant in op.variants:
-        if name not in (None, variant.name) or refusal(variant, problem) is not None:
-            continue
-        if name is None and variant.declines(asked) is not None:
-            unwilling = unwilling or variant
-            continue
-        return Choice(variant, variant.config(asked), "preference", "")
-    if unwilling is None:
-        return None
-    return Choice(unwilling, unwilling.config(asked), "preference", "")
 
 
 def tabled(op: Op, device: Device) -> Iterator[tuple[dict[str, int], tuple[str, ...]]]:

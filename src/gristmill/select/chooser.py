@@ -80,6 +80,23 @@ def choices(op_name: str, variants: Sequence[Variant], problem: Problem) -> Iter
         yield _preferred(variant, variants, asked)
 
 
+def by_heuristics(op_name: str, variants: Sequence[Variant], problem: Problem) -> Choice | None:
+    """The first choice where no table has an entry; None if no variant runs `problem`.
+
+    A variant that is forced by name is the only one considered.
+    """
+    name, asked = active().get(op_name), problem.asked()
+    declined = None
+    for variant in variants:
+        if name not in (None, variant.name) or refusal(variant, problem) is not None:
+            continue
+        if name is None and variant.declines(asked) is not None:
+            declined = declined or variant
+            continue
+        return _preferred(variant, variants, asked)
+    return None if declined is None else _preferred(declined, variants, asked)
+
+
 def _preferred(variant: Variant, variants: Sequence[Variant], asked: Problem) -> Choice:
     position = 1 + list(variants).index(variant)
     rank = f"number {position} of {len(variants)} in the order of preference"

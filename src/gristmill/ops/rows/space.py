@@ -24,7 +24,8 @@ from gristmill.ops.rows.config import column_bytes
 from gristmill.ops.rows.layout import Layout
 from gristmill.ops.rows.problem import RowDetails
 from gristmill.ops.rows.variant import BOUNDS
-from gristmill.ops.space import Needed, chosen, in_every_mode, preferred
+from gristmill.ops.space import Needed, chosen, in_every_mode
+from gristmill.select.chooser import by_heuristics
 from gristmill.select.device import Device
 from gristmill.select.problem import CANONICAL_ROWS, Problem, bucket_edges
 from gristmill.select.tables import tables_for
@@ -168,7 +169,7 @@ def _kernels(op: Op, problem: Problem, points: dict[Any, list[Point]]) -> Iterat
         points[seen] = _points(op, problem)
     for vectors, rows in points[seen]:
         here = _at(problem, vectors, rows)
-        choice = preferred(op, here)
+        choice = by_heuristics(op.name, op.variants, here)
         if choice is not None:
             yield Needed(here, choice)
     for here in _tabled(op, problem):
@@ -184,7 +185,7 @@ def _points(op: Op, problem: Problem) -> list[Point]:
             continue
         for rows in _rows(problem, vectors):
             here = _at(problem, vectors, rows)
-            choice = preferred(op, here)
+            choice = by_heuristics(op.name, op.variants, here)
             if choice is not None:
                 programs = choice.variant.programs(here, choice.config)
                 if programs:
