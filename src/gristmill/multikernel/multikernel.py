@@ -43,7 +43,6 @@ from gristmill.ops.op import PLANS_KEPT
 from gristmill.ops.plan_key import are_deterministic, may_be_lazy
 from gristmill.select.explain import Explanation, explain_problem
 from gristmill.select.overrides import is_batch_invariant, token, use
-from gristmill.select.problem import bucket, bucket_edges
 from gristmill.select.tuning import Outcome
 
 Function = Callable[..., Any]
@@ -205,11 +204,9 @@ class MultiKernel:
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         """Which kernel a call with these arguments would run, and why; nothing runs."""
         problem = self.problem(*args, **kwargs)
-        found = explain_problem(
+        return explain_problem(
             self.name, self.variants, problem, tune_command="tune(*args) of this MultiKernel"
         )
-        hint = bucket(problem.asked().rows, self.hints)
-        return replace(found, hint=hint, edges=bucket_edges(hint, self.hints))
 
     def register_autograd(
         self, backward: Function, *, setup_context: Function | None = None

@@ -2,7 +2,7 @@
 
 Nothing is known of the kernels, so everything about the call is in the problem: for each tensor its
 dtype, shape, device and layout, for each other argument its value. One number stands apart, the
-size, which hints bucket.
+size, which the hints of the MultiKernel are for.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 
 from gristmill.ops.direct import PLAIN
 from gristmill.select.device import device_of
-from gristmill.select.problem import CANONICAL_ROWS, HINTS, Problem, bucket
+from gristmill.select.problem import Problem, Sizes
 from gristmill.select.tables import tables_for
 
 # What is a value like any other; of everything else only the type counts. (A model that is passed
@@ -46,10 +46,6 @@ _MOST_PLACES = 4
 _MEMORY_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-class Size(int):
-    """A size as it came, told from a hint by its type."""
-
-
 @dataclass
 class Details:
     """What a plan needs beyond the problem: why kernels cannot run this call, as far as is known.
@@ -65,26 +61,11 @@ class Details:
 
 @dataclass(frozen=True)
 class CallProblem(Problem):
-    """A problem with hints of its own: a table's row for it is named by the nearest of these."""
-
-    hints: tuple[int, ...] = field(default=HINTS, compare=False)
-
-    @property
-    def hint(self) -> int:
-        return bucket(self.rows, self.hints)
-
-    def asked(self) -> Problem:
-        return replace(self, rows=Size(CANONICAL_ROWS)) if self.batch_invariant else self
-
-    def key(self, hint: int | str) -> str:
-        """As that of any problem; only a `Size` is taken as it is, and not for its bucket."""
-        return super().key(hint if isinstance(hint, (str, Size)) else self.hint)
+    """A problem whose `sizes` are the hints of the MultiKernel."""
 
     def is_known(self) -> bool:
         """Whether any table has a row of this family."""
-        keys = [super(CallProblem, self).key(hint) for hint in self.hints]
-        tables = [source.table for source in tables_for(self.device)]
-        return any(key in table.rows for table in tables for key in keys)
+        return any(source.table.family(self) for source in tables_for(self.device))
 
 
 Leaf = tuple[str, Any]
@@ -198,13 +179,13 @@ def _described(
         flags, dtypes = [f"call={hashlib.sha256(text.encode()).hexdigest()[:16]}"], []
     return CallProblem(
         op=op,
-        rows=Size(size),
+        rows=size,
         dims=(),
         dtypes=tuple(dtypes),
         flags=tuple(flags),
         device=device_of(device),
         layout=details,
-        hints=hints,
+        sizes=Sizes(hints),
     )
 
 

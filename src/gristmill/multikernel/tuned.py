@@ -13,7 +13,7 @@ from gristmill.multikernel.problem import leaves, sized_places
 from gristmill.multikernel.sight import may_tune, recorded_call
 from gristmill.select.device import Device, device_of
 from gristmill.select.overrides import active, is_batch_invariant, tuning
-from gristmill.select.problem import bucket
+from gristmill.select.problem import Sizes
 from gristmill.select.record import read_recording, rebuilt
 from gristmill.select.sight import Region, close_region, is_capturing, open_region, spoken_for
 from gristmill.select.table import Row, Table
@@ -80,7 +80,8 @@ def tune_at_hints(
 def _places(one: MultiKernel, make: Callable[[int], Any], hint: int) -> int:
     args, kwargs = _arguments(one, make(hint), hint)
     size = one.problem(*args, **kwargs).rows
-    if bucket(size, one.hints) != bucket(hint, one.hints):
+    sizes = Sizes(one.hints)
+    if sizes.stop(size) != sizes.stop(hint):
         raise ArgumentError(
             f"MultiKernel {one.name!r}: make({hint}) must give arguments of size {hint}, "
             f"got some of size {int(size)}"

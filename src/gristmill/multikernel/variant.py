@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from gristmill.locks import Lock
-from gristmill.multikernel.problem import Details, Size
+from gristmill.multikernel.problem import Details
 from gristmill.select.problem import Problem
 from gristmill.select.sight import is_capturing
 from gristmill.select.variant import Variant
@@ -94,4 +94,4 @@ class UserKernel(Variant):
 def _place(problem: Problem) -> tuple[str, str, bool]:
     details = problem.layout
     grad = isinstance(details, Details) and details.grad
-    return problem.device.name, problem.key(Size(problem.rows)), grad
+    return problem.device.name, problem.key(problem.rows), grad

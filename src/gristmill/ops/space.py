@@ -40,7 +40,7 @@ from gristmill.ops.op import Op
 from gristmill.select.chooser import Choice, choices
 from gristmill.select.device import Device
 from gristmill.select.overrides import batch_invariant
-from gristmill.select.problem import Problem
+from gristmill.select.problem import Problem, Span
 from gristmill.select.tables import tables_for
 
 
@@ -75,15 +75,24 @@ def chosen(op: Op, problem: Problem) -> Iterator[Needed]:
         return
 
 
-def tabled(op: Op, device: Device) -> Iterator[tuple[dict[str, int], tuple[str, ...]]]:
-    """Sizes, by name, and words of the problems for which a table in force has a row."""
+class Tabled(NamedTuple):
+    """Sizes, by name, and words of the key of a row in a table, and what the row covers."""
+
+    sizes: dict[str, int]
+    words: tuple[str, ...]
+    covers: Span
+
+
+def tabled(op: Op, device: Device) -> Iterator[Tabled]:
+    """The problems for which a table in force has a row."""
     for source in tables_for(device):
         for row in source.table.rows.values():
             name, *words = row.key.split()
             if name == op.name:
                 pairs = [word.partition("=") for word in words]
                 sizes = {name: int(value) for name, _, value in pairs if value.isdigit()}
-                yield sizes, tuple(word for word, equals, _ in pairs if not equals)
+                named = tuple(word for word, equals, _ in pairs if not equals)
+                yield Tabled(sizes, named, row.covers)
 
 
 def in_every_mode(op: Op, device: Device, args: tuple[Any, ...]) -> Iterator[Problem]:

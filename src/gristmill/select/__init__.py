@@ -7,7 +7,7 @@ from gristmill.select.device import KNOWN, Device, device_of
 from gristmill.select.explain import ExplainedVariant, Explanation, explain_problem
 from gristmill.select.history import Report, report
 from gristmill.select.overrides import active, batch_invariant, register_variants, token, use
-from gristmill.select.problem import HINTS, Problem, bucket
+from gristmill.select.problem import HINTS, Problem, Sizes, Span
 from gristmill.select.table import Row, RunnerUp, Table
 from gristmill.select.tables import remember, reset_tables, tables_for
 from gristmill.select.timing import (
@@ -30,12 +30,13 @@ __all__ = [
     "Report",
     "Row",
     "RunnerUp",
+    "Sizes",
+    "Span",
     "Table",
     "Timing",
     "Variant",
     "active",
     "batch_invariant",
-    "bucket",
     "counters",
     "device_of",
     "explain_problem",

@@ -28,7 +28,7 @@ from gristmill.select.configs import config_to_json
 from gristmill.select.counters import count_choice, count_fallback
 from gristmill.select.history import note_plan
 from gristmill.select.overrides import active
-from gristmill.select.problem import Problem, bucket
+from gristmill.select.problem import Problem
 from gristmill.select.tables import tables_for
 from gristmill.select.variant import Variant
 
@@ -248,7 +248,7 @@ _FAILURES_LOCK = Lock()
 
 
 def failure_of(problem: Problem, variant: Variant) -> str | None:
-    """Why `variant` could not be built when a problem of this bucket was last resolved, if so."""
+    """Why `variant` could not be built when a problem like this was last resolved, if so."""
     return _FAILURES.get(_failure_key(problem, variant))
 
 
@@ -270,7 +270,7 @@ def _forget_failure(problem: Problem, variant: Variant) -> None:
 
 
 def _failure_key(problem: Problem, variant: Variant) -> tuple[str, str, str]:
-    return problem.device.name, problem.key(bucket(problem.rows)), variant.name
+    return problem.device.name, problem.key(problem.sizes.stop(problem.rows)), variant.name
 
 
 def _forced(op_name: str, name: str, variants: Sequence[Variant], problem: Problem) -> Choice:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from gristmill.errors import UnknownVariant, VariantUnavailable
 from gristmill.select.chooser import Choice, failure_of, ranked, refusal
 from gristmill.select.configs import config_to_json
 from gristmill.select.overrides import active
-from gristmill.select.problem import HINTS, Problem, bucket, bucket_edges
+from gristmill.select.problem import Problem, Span
 from gristmill.select.roof import Roof, Work, roof_of
 from gristmill.select.sight import spoken_for
 from gristmill.select.table import Row
@@ -48,44 +48,72 @@ class ExplainedVariant:
         }
 
     def _detail(self) -> str:
-        values = config_to_json(self.config) or {}
-        config = " ".join(f"{name}={value}" for name, value in values.items())
+        config = launch_words("", config_to_json(self.config)).strip()
         return "; ".join(part for part in (config, self.reason) if part)
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """A row that speaks for the problem; `ignored` is why it is not believed, "" if it is."""
+    """A row of a table that covers the problem; `ignored` is why it is not believed, "" if it is.
+
+    `below` and `above` are the rows of the same table that cover the next smaller and the next
+    larger row counts. `row` is None where the table has only these.
+    """
 
     source: str
     note: str
-    row: Row
-    ignored: str
+    row: Row | None
+    ignored: str = ""
+    below: Row | None = None
+    above: Row | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        row = dataclasses.asdict(self.row)
-        return {"source": self.source, "note": self.note, "ignored": self.ignored, "row": row}
+        rows = {"row": self.row, "below": self.below, "above": self.above}
+        plain = {name: row and dataclasses.asdict(row) for name, row in rows.items()}
+        return {"source": self.source, "note": self.note, "ignored": self.ignored, **plain}
 
     def __str__(self) -> str:
-        row = self.row
-        if self.ignored:
-            return f"{self.source}: its row for rows={row.hint} is ignored: {self.ignored}"
+        lines = []
+        if self.row is None:
+            lines.append(f"{self.source}: no row covers this number of rows")
+        elif self.ignored:
+            at = f"its row for {self.row.covers}"
+            lines.append(f"{self.source}: {at} is ignored: {self.ignored}")
+        else:
+            lines.append(f"{self.source}: {self._measured(self.row)}")
+        for word, row in (("below", self.below), ("above", self.above)):
+            if row is not None:
+                launch = launch_words(row.variant, row.config)
+                at = f"{row.us:.2f} us at rows={row.rows}"
+                lines.append(f"  {word}, for {row.covers}: {launch}, {at}")
+        return "\n".join(lines)
+
+    def _measured(self, row: Row) -> str:
         text = (
-            f"{self.source}: {self.note} at rows={row.rows} on {row.date}, torch {row.torch}: "
+            f"{self.note} at rows={row.rows} on {row.date}, torch {row.torch}: "
             f"{row.variant} {row.us:.2f} us (spread {row.spread_us:.2f})"
         )
         if row.second is not None:
             text += f", then {row.second.variant} {row.second.us:.2f} us"
-        return f"{text}; {row.candidates} launches were timed"
+        text += f"; {row.candidates} launches were timed"
+        if row.also:
+            also = (f"{us:.2f} us at rows={rows}" for rows, us in row.also.items())
+            text += f"; this one also took {', '.join(also)}"
+        return text
+
+
+def launch_words(variant: str, config: Mapping[str, Any] | None) -> str:
+    """A launch on one line: the variant and the values of its config."""
+    return " ".join([variant, *(f"{name}={value}" for name, value in (config or {}).items())])
 
 
 @dataclass(frozen=True)
 class Explanation:
     """What `gristmill.explain` returns: print it, or take it apart with `as_dict()`.
 
-    `chosen` is None when nothing can run it as asked for; `reason` then says so. `edges` are the
-    least and the greatest number of rows that share the choice tuned at `hint` (None: no end).
-    `notes` say what tables hold, `changes` how to get another choice.
+    `chosen` is None when nothing can run it as asked for; `reason` then says so. `measured_at` is
+    the number of rows at which the choice was measured, and `covers` says for which it holds (None:
+    no table covers the problem). `notes` say what tables hold, `changes` how to get another choice.
     """
 
     problem: Problem
@@ -93,8 +121,8 @@ class Explanation:
     chosen: str | None
     source: str
     reason: str
-    hint: int
-    edges: tuple[int, int | None]
+    measured_at: int | None
+    covers: Span | None
     roof: Roof | None
     evidence: tuple[Evidence, ...]
     modes: dict[str, Any]
@@ -109,8 +137,8 @@ class Explanation:
         return {
             "op": problem.op,
             "rows": problem.rows,
-            "hint": self.hint,
-            "edges": list(self.edges),
+            "measured_at": self.measured_at,
+            "covers": None if self.covers is None else list(self.covers),
             "dims": dict(problem.dims),
             "dtypes": dict(problem.dtypes),
             "flags": list(problem.flags),
@@ -145,10 +173,11 @@ class Explanation:
 
     def _shared(self) -> str:
         if self.problem.batch_invariant:
-            return f"whatever the number of rows, the choice is that for {self.hint}"
-        low, high = self.edges
-        rows = f"{low} rows and more" if high is None else f"{low} to {high} rows"
-        return f"{rows} share the choice tuned at rows={self.hint}"
+            asked = self.problem.asked().rows
+            return f"whatever the number of rows, the choice is that for {asked}"
+        if self.covers is None:
+            return "no table covers this number of rows"
+        return f"{self.covers} share the choice measured at rows={self.measured_at}"
 
     def _in_force(self) -> list[str]:
         modes = self.modes
@@ -204,20 +233,19 @@ def explain_problem(
     if winner is not None:
         reason = winner.reason
     evidence = tuple(_evidence(problem, variants))
-    believed = next((one.row for one in evidence if not one.ignored), None)
+    believed = next((one.row for one in evidence if one.row and not one.ignored), None)
     roof = roof_of(problem.device, cost)
     rows = tuple(
         _explained(variant, problem, choices, winner, believed, roof) for variant in variants
     )
-    hint, edges = _bucket(problem, believed, evidence)
     return Explanation(
         problem=problem,
         rows=rows,
         chosen=winner.variant.name if winner else None,
         source=winner.source if winner else "",
         reason=reason or "every variant that supports it failed to build",
-        hint=hint,
-        edges=edges,
+        measured_at=None if believed is None else believed.rows,
+        covers=None if believed is None else believed.covers,
         roof=roof,
         evidence=evidence,
         modes=_modes(op_name, problem),
@@ -268,31 +296,28 @@ def _sources(problem: Problem) -> list[TableSource]:
 
 
 def _evidence(problem: Problem, variants: Sequence[Variant]) -> list[Evidence]:
-    """The row of each table that speaks for the problem, believed or not."""
+    """What each table knows of the problem, believed or not."""
     asked = problem.asked()
     found = []
     for source in _sources(problem):
-        row = source.table.row(asked)
-        if row is not None:
-            held = source.table.lookup(asked, variants) is not None
-            ignored = "" if held else source.table.ignored[row.key]
-            found.append(Evidence(source.label, source.note, row, ignored))
+        table = source.table
+        row, family = table.row(asked), table.family(asked)
+        if not family:
+            continue
+        held = table.lookup(asked, variants) is not None
+        below = [one for one in family if one.covers.end < asked.rows]
+        above = [one for one in family if one.covers.least > asked.rows]
+        found.append(
+            Evidence(
+                source.label,
+                source.note,
+                row,
+                "" if held or row is None else table.ignored[row.key],
+                below[-1] if below else None,
+                above[0] if above else None,
+            )
+        )
     return found
-
-
-def _bucket(
-    problem: Problem, believed: Row | None, evidence: Sequence[Evidence]
-) -> tuple[int, tuple[int, int | None]]:
-    """The hint that speaks for the problem, and the row counts that have it in common."""
-    asked = problem.asked()
-    hints: Sequence[int] = HINTS
-    row = believed or next((one.row for one in evidence), None)
-    for source in _sources(problem):
-        if row is None or source.table.row(asked) is row:
-            hints = source.table.hints(asked)
-            break
-    hint = bucket(asked.rows, hints)
-    return hint, bucket_edges(hint, hints)
 
 
 def _modes(op_name: str, problem: Problem) -> dict[str, Any]:

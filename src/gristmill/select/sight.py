@@ -22,7 +22,7 @@ from gristmill.select import agreement
 from gristmill.select.device import Device
 from gristmill.select.group_store import entries
 from gristmill.select.overrides import active, token, tuning_region
-from gristmill.select.problem import Problem
+from gristmill.select.problem import Problem, Span
 from gristmill.select.table import Row, row_from_json, row_to_json
 from gristmill.select.tables import remember, tables_for
 from gristmill.select.tuning import Outcome, tune
@@ -126,13 +126,26 @@ def spoken_for(problem: Problem, variants: Sequence[Variant]) -> bool:
     return any(source.table.lookup(problem.asked(), variants) is not None for source in sources)
 
 
-def table_key(problem: Problem) -> str:
-    """The key of the row that would speak for `problem`, by the hints of all tables."""
-    measured = tables_for(problem.device)
-    for source in measured:
-        if source.table.row(problem.asked()) is not None:
-            return source.table.key(problem.asked())
-    return measured[0].table.key(problem.asked())
+def placed(problem: Problem) -> tuple[str, Span]:
+    """The key of the row that a measurement of `problem` makes, and what that row covers.
+
+    As much as is known to run alike, without what rows of other measurements cover. Row counts that
+    go with the nearest stop keep the row that covers them now, if there is one: where tuning has
+    found a switch between two stops, its place stays.
+    """
+    problem, sizes = problem.asked(), problem.sizes
+    stop, (least, most) = sizes.stop(problem.rows), sizes.span(problem.rows)
+    for source in tables_for(problem.device):
+        row = source.table.row(problem)
+        if row is not None and not sizes.up:
+            return row.key, row.covers
+        if row is None:
+            others = [one.covers for one in source.table.family(problem)]
+            least = max([least, *(int(one.end) + 1 for one in others if one.end < problem.rows)])
+            ends = [one.least - 1 for one in others if one.least > problem.rows]
+            most = min(ends if most is None else [most, *ends], default=None)
+    span = Span(least, most)
+    return problem.key(stop if stop in span else problem.rows), span
 
 
 def _tune(
@@ -143,7 +156,7 @@ def _tune(
     written: Collection[int],
     region: Region | None,
 ) -> None:
-    key = table_key(problem)
+    key, covers = placed(problem)
     again = region is not None and region.again and key not in region.seen
     if not again and spoken_for(problem, variants):
         return
@@ -154,7 +167,14 @@ def _tune(
     def measured() -> Row:
         thorough = region is not None and region.thorough
         outcome = tune(
-            op_name, variants, problem, args, key=key, written=written, thorough=thorough
+            op_name,
+            variants,
+            problem,
+            args,
+            key=key,
+            covers=covers,
+            written=written,
+            thorough=thorough,
         )
         if region is not None:
             region.outcomes.append(outcome)

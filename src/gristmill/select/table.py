@@ -1,5 +1,8 @@
 """Tables of measured choices: small, sorted JSON with one row per line, one file per GPU name.
 
+A row says for which row counts it holds (`covers`), and speaks for no others: between rows, and
+beyond the last of them, the heuristics decide.
+
 A row is believed only while it can still be true: its variant must exist and support the problem,
 its config must be a launch of that variant for the problem, and its source hash must be that of
 today's device code. Anything else is passed over, with the reason kept in `Table.ignored`.
@@ -11,6 +14,7 @@ import dataclasses
 import json
 import math
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,14 +25,14 @@ from gristmill.jit.file_lock import locked_folder
 from gristmill.jit.folder import make_folders, read_plain, write_whole
 from gristmill.log import one_line, shown
 from gristmill.select.configs import config_from_json
-from gristmill.select.problem import HINTS, bucket
+from gristmill.select.problem import Span
 
 if TYPE_CHECKING:
     from gristmill.select.device import Device
     from gristmill.select.problem import Problem
     from gristmill.select.variant import Variant
 
-SCHEMA = 2
+SCHEMA = 3
 # A table is merged and written in milliseconds; whoever holds the lock longer is stuck.
 _PATIENCE_S = 5.0
 
@@ -41,6 +45,7 @@ _LARGEST = 10**18  # of a row's numbers
 _KINDS = {str: "a string", int: "an integer", list: "a list", dict: "an object"}
 _PLAIN = frozenset((str, int, float, bool, type(None)))  # of a config's values
 
+_ROWS = re.compile(r"\d{1,18}", re.ASCII)
 _ROWS_WORD = re.compile(r" rows=(\d{1,18})\b", re.ASCII)
 _DIGITS = re.compile(r"(\d+)", re.ASCII)
 
@@ -58,11 +63,14 @@ class RunnerUp:
 class Row:
     """One measured choice; `config` holds plain JSON values.
 
-    `rows`: the row count at which it was measured. `times`: the best time of each variant that
-    took part, of `candidates` launches in all. `torch`: the version it was measured with.
+    `covers`: the row counts that it holds for; `key` names one of them. `rows`: the row count at
+    which `us`, `second` and `times` were measured. `times`: the best time of each variant that
+    took part, of `candidates` launches in all. `also`: times of this very launch at other row
+    counts that it covers. `torch`: the version it was measured with.
     """
 
     key: str
+    covers: Span
     variant: str
     config: Mapping[str, Any] | None
     us: float
@@ -74,9 +82,11 @@ class Row:
     times: Mapping[str, float]
     candidates: int
     torch: str
+    also: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def hint(self) -> int:
+    def stop(self) -> int:
+        """The row count in the key."""
         return _split(self.key)[1]
 
     @property
@@ -97,8 +107,8 @@ class Table:
     multiprocessors: int
     rows: dict[str, Row] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)
-    # family -> its hints: the usual ones and those at which tuning has split a bucket.
-    _hints: dict[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
+    # family -> its rows, by the first row count that they cover.
+    _families: dict[str, tuple[Row, ...]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def for_device(cls, device: Device) -> Table:
@@ -114,29 +124,26 @@ class Table:
         return parse(text, str(path))
 
     def put(self, row: Row) -> None:
-        """Add a row; one with the same key is replaced."""
-        self.put_all((row,))
+        """Add a row. Others no longer cover what it covers; those that then lack the row count in
+        their key are removed.
+        """
+        known = self._families.get(row.family, ())
+        left = [kept for one in known if (kept := _without(one, row)) is not None]
+        self.rows[row.key] = row
+        self.rows.update({one.key: one for one in left})
+        # In one step: other threads may be looking.
+        self._families[row.family] = tuple(sorted([*left, row], key=_least))
+        for key in {one.key for one in known} - {row.key} - {one.key for one in left}:
+            del self.rows[key]
 
     def put_all(self, rows: Iterable[Row]) -> None:
-        """As `put`, for many rows in linear time."""
-        hints: dict[str, set[int]] = {}
-        # First the rows, then the hints that lead to them: other threads may be looking.
+        """Add the rows of a file, in linear time; of this kind of problem there are none yet."""
+        families: dict[str, list[Row]] = {}
         for row in rows:
             self.rows[row.key] = row
-            family, hint = _split(row.key)
-            hints.setdefault(family, set()).add(hint)
-        for family, some in hints.items():
-            self._split(family, tuple(some))
-
-    def split_as(self, other: Table) -> None:
-        """Know the hints of `other`, so that a row here speaks for no bucket that it has split."""
-        for family, hints in other._hints.items():
-            self._split(family, hints)
-
-    def _split(self, family: str, hints: Sequence[int]) -> None:
-        known = self._hints.get(family, HINTS)
-        if family not in self._hints or not set(hints) <= set(known):
-            self._hints[family] = tuple(sorted({*known, *hints}))
+            families.setdefault(row.family, []).append(row)
+        for family, found in families.items():
+            self._families[family] = tuple(sorted(found, key=_least))
 
     def save(self, path: Path) -> None:
         """Merge these rows into the file at `path` and write it in one atomic step.
@@ -147,13 +154,16 @@ class Table:
         """
         make_folders(path.parent)
         with locked_folder(path.parent, _PATIENCE_S):
-            merged = dict(self.rows)
+            merged = self.rows
             if path.exists():
                 known = Table.load(path)
                 if known.gpu != self.gpu:
                     raise TableError(f"table {path}: is for {known.gpu!r}, not for {self.gpu!r}")
-                merged = {**known.rows, **merged}
-                if merged == known.rows:
+                before = dict(known.rows)
+                for row in self.rows.values():
+                    known.put(row)
+                merged = known.rows
+                if merged == before:
                     return
             text = self._text(merged.values())
             content = text.encode()
@@ -166,32 +176,26 @@ class Table:
             parse(text, str(path))
             write_whole(path, content, mode=0o644)
 
-    def hints(self, problem: Problem) -> tuple[int, ...]:
-        """The sizes at which problems of this family are measured, ascending."""
-        return self._hints.get(problem.family(), HINTS)
-
-    def hint(self, problem: Problem) -> int:
-        """The size at which this problem's choice is measured: the nearest, in log space."""
-        return bucket(problem.rows, self.hints(problem))
-
-    def key(self, problem: Problem) -> str:
-        """The key of the row that speaks for `problem`, whether or not it is there."""
-        return problem.key(self.hint(problem))
+    def family(self, problem: Problem) -> tuple[Row, ...]:
+        """The rows of this kind of problem, by the first row count that they cover."""
+        return self._families.get(problem.family(), ())
 
     def row(self, problem: Problem) -> Row | None:
-        return self.rows.get(self.key(problem))
+        """The row that covers `problem`."""
+        rows = self.family(problem)
+        at = bisect_right(rows, problem.rows, key=lambda row: row.covers.least)
+        return next((row for row in reversed(rows[:at]) if problem.rows in row.covers), None)
 
     def lookup(self, problem: Problem, variants: Sequence[Variant]) -> tuple[Variant, Any] | None:
-        """The variant and config that won at this problem's bucket, if the row still holds."""
-        key = self.key(problem)
-        row = self.rows.get(key)
+        """The variant and config of the row that covers `problem`, if it is still believed."""
+        row = self.row(problem)
         if row is None:
             return None
         found = revive(row, problem, variants)
         if isinstance(found, str):
-            self.ignored[key] = one_line(found, 300)
+            self.ignored[row.key] = one_line(found, 300)
             return None
-        self.ignored.pop(key, None)
+        self.ignored.pop(row.key, None)
         return found
 
     def _text(self, rows: Iterable[Row]) -> str:
@@ -225,6 +229,22 @@ def revive(row: Row, problem: Problem, variants: Sequence[Variant]) -> tuple[Var
     if variant.source_hash(problem, config) != row.source_hash:
         return f"stale: {row.variant} has changed since {row.date}"
     return variant, config
+
+
+def _least(row: Row) -> int:
+    return row.covers.least
+
+
+def _without(row: Row, other: Row) -> Row | None:
+    """`row` without what `other` covers; None if nothing is left of it."""
+    (least, most), taken, stop = row.covers, other.covers, row.stop
+    if taken.least > row.covers.end or least > taken.end:
+        return row
+    if row.key == other.key or stop in taken:
+        return None
+    left = Span(least, taken.least - 1) if stop < taken.least else Span(int(taken.end) + 1, most)
+    also = {rows: us for rows, us in row.also.items() if int(rows) in left}
+    return dataclasses.replace(row, covers=left, also=also)
 
 
 def _natural(row: Row) -> list[tuple[int, str]]:
@@ -307,6 +327,7 @@ def _parse_row(entry: object) -> Row:
         raise ValueError(f"'key' must have rows= and a number, got {shown(key)}")
     return Row(
         key=key,
+        covers=_span(entry, key),
         variant=_typed(entry, "variant", str),
         config=_config(entry),
         us=_time(entry, "us"),
@@ -320,7 +341,29 @@ def _parse_row(entry: object) -> Row:
         times={name: _time(entry["times"], name) for name in _typed(entry, "times", dict)},
         candidates=_typed(entry, "candidates", int),
         torch=_typed(entry, "torch", str),
+        also=_also(entry),
     )
+
+
+def _span(entry: Mapping[str, Any], key: str) -> Span:
+    """The row counts that a row covers: two integers, or one and null for no end."""
+    value = _typed(entry, "covers", list)
+    least, most = value if len(value) == 2 else (None, None)
+    if type(least) is int and (most is None or type(most) is int):
+        span = Span(least, most)
+        if least >= 0 and _split(key)[1] in span:
+            return span
+    raise ValueError(
+        f"'covers' must be the least and the most rows, those of the key among them, got "
+        f"{shown(value)}"
+    )
+
+
+def _also(entry: Mapping[str, Any]) -> dict[str, float]:
+    also = _typed(entry, "also", dict)
+    if wrong := [rows for rows in also if not _ROWS.fullmatch(rows)]:
+        raise ValueError(f"'also' must have numbers of rows as names, got {shown(wrong[0])}")
+    return {rows: _time(also, rows) for rows in also}
 
 
 def _config(entry: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -334,7 +377,7 @@ def _config(entry: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _split(key: str) -> tuple[str, int]:
-    """A key as its family and its hint."""
+    """A key as its family and the row count in it."""
     found = _ROWS_WORD.search(key)
     if found is None:
         raise ValueError(f"{key!r} names no rows")

@@ -7,7 +7,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,10 +50,6 @@ def tables_for(device: Device) -> tuple[TableSource, ...]:
                 layered = _layer_tables(device)
                 sources = (measured, _user_table(device), *layered, _shipped_table(device))
                 found = tuple(source for source in sources if source is not None)
-                # From the last to the first: what one table has split, those before it must not
-                # speak for as a whole.
-                for later, earlier in pairwise(reversed(found)):
-                    earlier.table.split_as(later.table)
                 _LOADED[key] = found
     return found
 

@@ -1,7 +1,8 @@
 """Timing the variants of a problem, and keeping the winner as a row of a table.
 
-Candidates take turns, hopeless ones are dropped early, and what runs now (the incumbent) stays
-unless something beats it by more than noise: of many equal candidates one always looks best.
+Candidates take turns, hopeless ones are dropped early, and what runs at neighbouring row counts or
+runs now (the incumbent) stays unless something beats it by more than noise: of many equal
+candidates one always looks best.
 Everything runs on copies, under no_grad and with the random generators put back.
 """
 
@@ -11,18 +12,18 @@ import datetime
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from gristmill.errors import CompileError, CompilerUnavailable, DriverError, VariantUnavailable
 from gristmill.log import logger
-from gristmill.select.chooser import ranked, refusal
+from gristmill.select.chooser import by_heuristics, ranked, refusal
 from gristmill.select.configs import config_to_json
 from gristmill.select.copies import Arguments, sets_for_tuning, tensors_in
 from gristmill.select.counters import count_tuning
-from gristmill.select.problem import Problem
+from gristmill.select.problem import Problem, Span
 from gristmill.select.table import Row, RunnerUp
 from gristmill.select.timing import Timing, time_interleaved
 from gristmill.select.turns import Turns
@@ -47,11 +48,15 @@ _MEASURING = Turns()
 
 @dataclass(frozen=True)
 class Measured:
-    """Who won, who was second, and the times of all that ran; `failures` say why others did not."""
+    """Who won, who was second, and the times of all that ran; `failures` say why others did not.
+
+    `last`: the times of the last round, which alone are compared.
+    """
 
     winner: str
     second: str | None
     timings: Mapping[str, Timing]
+    last: Mapping[str, Timing]
     failures: Mapping[str, str]
 
 
@@ -69,12 +74,17 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What tuning one problem gave: the row, what ran before and how long that took."""
+    """What tuning one problem gave: the row, what ran before and how long that took.
+
+    `launches` and `timings` are by name: all that took part in the last round.
+    """
 
     row: Row
     before: str
     before_us: float | None
     failures: Mapping[str, str]
+    launches: Mapping[str, Candidate] = field(default_factory=dict)
+    timings: Mapping[str, Timing] = field(default_factory=dict)
 
     @property
     def won(self) -> float:
@@ -87,11 +97,16 @@ def measure(
     args: Sequence[Any],
     *,
     incumbent: str,
+    preferred: Sequence[str] = (),
+    kept: Sequence[str] = (),
     l2_bytes: int = 0,
     written: Collection[int] | None = None,
     elsewhere: Elsewhere | None = None,
 ) -> Measured:
     """Time `function(*args)` of each on copies of `args`, and say which to keep.
+
+    The first of `preferred` and then the incumbent that is not beaten by more than noise, else the
+    fastest. These and `kept` take part in the last round, if they run.
 
     `written`: positions of the arguments that they write to (None: perhaps all); `l2_bytes`: the
     cache that calls must not find their arguments in; `elsewhere` makes of one call several that
@@ -111,7 +126,8 @@ def measure(
                     {name: functions[name] for name in group}, sets, _HEAT_SAMPLES, timings, errors
                 )
             best = sorted(timings, key=lambda name: timings[name].us)[:FINALISTS]
-            finalists = [name for name in functions if name in best or name == incumbent]
+            best += [*preferred, *kept, incumbent]
+            finalists = [name for name in functions if name in best]
             finalists = [name for name in finalists if name not in errors]
         # Only what took part in the last round is compared: times of one round are of one moment.
         last: dict[str, Timing] = {}
@@ -121,14 +137,13 @@ def measure(
     if not last or lacked:  # beside the copies there was no room: that proves nothing, for good
         raise errors.get(incumbent) or next(iter(errors.values()))
     order = sorted(last, key=lambda name: last[name].us)
-    winner = order[0]
-    if incumbent in last and not _beats(last[winner], last[incumbent]):
-        winner = incumbent
+    winner = unbeaten(last, [*preferred, incumbent])
     others = [name for name in order if name != winner]
     return Measured(
         winner=winner,
         second=others[0] if others else None,
         timings={**timings, **last},
+        last=last,
         failures={name: f"{type(error).__name__}: {error}" for name, error in errors.items()},
     )
 
@@ -140,22 +155,30 @@ def tune(
     args: Arguments,
     *,
     key: str,
+    covers: Span,
     written: Collection[int] = (),
     thorough: bool = False,
     elsewhere: Elsewhere | None = None,
+    neighbours: Sequence[Candidate] = (),
 ) -> Outcome:
     """Measure the variants of `problem` on `args` and make the row named `key` of it.
 
     Each variant takes part with its usual config, with `thorough` with all that it thinks worth
-    timing. `elsewhere`: calls like one that read other parts of the same tensors. Nothing is stored
-    here.
+    timing. `elsewhere`: calls like one that read other parts of the same tensors. `neighbours`: the
+    launches of other row counts, which are preferred where times are alike, so that row counts
+    share kernels. Nothing is stored here.
     """
     choice = ranked(op_name, variants, problem)[0]
     incumbent = Candidate(choice.variant, choice.config)
+    preferred = list(neighbours)
+    rule = by_heuristics(op_name, variants, problem)
+    # Without tables this would run: a row must not be slower.
+    least = [] if rule is None else [Candidate(rule.variant, rule.config)]
     plans: dict[str, Function] = {}
     named: dict[str, Candidate] = {}
     failures: dict[str, str] = {}
-    for candidate in candidates(variants, problem, incumbent, thorough=thorough):
+    more = [*preferred, *least]
+    for candidate in candidates(variants, problem, incumbent, thorough=thorough, more=more):
         try:
             plans[str(candidate)] = candidate.variant.bind(problem, candidate.config)
             named[str(candidate)] = candidate
@@ -168,6 +191,8 @@ def tune(
         plans,
         args,
         incumbent=str(incumbent),
+        preferred=[str(one) for one in preferred],
+        kept=[str(one) for one in least],
         l2_bytes=problem.device.l2_bytes,
         written=written,
         elsewhere=elsewhere,
@@ -175,17 +200,32 @@ def tune(
     count_tuning(op_name)
     before = measured.timings.get(str(incumbent))
     return Outcome(
-        row=_row(key, problem, named, measured),
+        row=_row(key, covers, problem, named, measured),
         before=str(incumbent),
         before_us=None if before is None else before.us,
         failures={**failures, **measured.failures},
+        launches={name: named[name] for name in measured.last},
+        timings=measured.last,
     )
 
 
+def can_run(candidate: Candidate, problem: Problem) -> bool:
+    """Whether a launch that was chosen for other row counts is one for `problem`."""
+    variant = candidate.variant
+    if refusal(variant, problem) is not None:
+        return False
+    return candidate.config is None or variant.rejects(problem, candidate.config) is None
+
+
 def candidates(
-    variants: Sequence[Variant], problem: Problem, incumbent: Candidate, *, thorough: bool
+    variants: Sequence[Variant],
+    problem: Problem,
+    incumbent: Candidate,
+    *,
+    thorough: bool,
+    more: Sequence[Candidate] = (),
 ) -> list[Candidate]:
-    """What is timed for a problem, the incumbent first.
+    """What is timed for a problem, the incumbent first, and then `more`.
 
     The reference takes part only where nothing else does, or on a CPU: elsewhere it never wins.
     """
@@ -194,14 +234,20 @@ def candidates(
         fast = [variant for variant in allowed if not variant.is_reference]
         allowed = fast or allowed
     asked = problem.asked()
-    found = [incumbent]
+    found = [incumbent, *more]
     for variant in allowed:
         configs = variant.configs(asked) if thorough else (variant.config(asked),)
         found += [Candidate(variant, config) for config in configs]
     return list({str(candidate): candidate for candidate in found}.values())
 
 
-def _row(key: str, problem: Problem, named: Mapping[str, Candidate], measured: Measured) -> Row:
+def _row(
+    key: str,
+    covers: Span,
+    problem: Problem,
+    named: Mapping[str, Candidate],
+    measured: Measured,
+) -> Row:
     winner, timing = named[measured.winner], measured.timings[measured.winner]
     times: dict[str, float] = {}
     for name, one in measured.timings.items():
@@ -214,6 +260,7 @@ def _row(key: str, problem: Problem, named: Mapping[str, Candidate], measured: M
         second = RunnerUp(other.variant.name, us, config_to_json(other.config))
     return Row(
         key=key,
+        covers=covers,
         variant=winner.variant.name,
         config=config_to_json(winner.config),
         us=round(timing.us, 3),
@@ -244,6 +291,15 @@ def _time(
             # Or the copies would live as long as the error, which knows the frames that hold them.
             traceback.clear_frames(result.__traceback__)
             logger.debug("tuning: %s failed: %s", name, result)
+
+
+def unbeaten(timings: Mapping[str, Timing], preferred: Sequence[str]) -> str:
+    """The first of `preferred` that nothing beats by more than noise, else the fastest."""
+    best = min(timings, key=lambda name: timings[name].us)
+    for name in preferred:
+        if name in timings and not _beats(timings[best], timings[name]):
+            return name
+    return best
 
 
 def _beats(challenger: Timing, incumbent: Timing) -> bool:

@@ -27,7 +27,7 @@ from gristmill.errors import GristmillError
 from gristmill.multikernel import MultiKernel
 from gristmill.select.chooser import resolve
 from gristmill.select.device import device_of
-from gristmill.select.sight import table_key
+from gristmill.select.sight import placed
 from gristmill.select.tables import remember, reset_tables
 from gristmill.select.timing import time_host
 from gristmill.select.tuning import tune
@@ -159,7 +159,8 @@ def first_choice_us(family: Family, device: torch.device) -> float:
     calls = [family.arguments(rows, device) for rows in _BUCKET]
     middle = family.arguments(64, device)
     problem = op.problem(*middle)
-    outcome = tune(op.name, op.variants, problem, middle, key=table_key(problem))
+    key, covers = placed(problem)
+    outcome = tune(op.name, op.variants, problem, middle, key=key, covers=covers)
     try:
         remember(here, [outcome.row], keep=False)
         times = []

@@ -44,7 +44,7 @@ def linear_with_pre(op: Op, device: Device, dtype: torch.dtype) -> Iterator[Need
 
 
 def _tuned_linear(op: Op, device: Device, dtype: torch.dtype) -> Iterator[Needed]:
-    for sizes, words in tabled(op, device):
+    for sizes, words, _ in tabled(op, device):
         layer, activation = (sizes["N"], sizes["K"]), next(iter({*words} & {*ACTIVATIONS}), None)
         yield from _linear(op, device, dtype, (layer,), (activation,), (sizes["rows"],))
 
@@ -95,7 +95,7 @@ def matmul(op: Op, device: Device, dtype: torch.dtype) -> Iterator[Needed]:
         for args in _sides(rows, columns, depth, dtype):
             for problem in in_every_mode(op, device, args):
                 yield from chosen(op, problem)
-    for sizes, _ in tabled(op, device):
+    for sizes, _, _ in tabled(op, device):
         several = (sizes["batch"],) if "batch" in sizes else ()
         for args in _sides(sizes["rows"], sizes["N"], sizes["K"], dtype, several):
             for problem in in_every_mode(op, device, args):

@@ -9,6 +9,7 @@ import torch
 from gristmill.formats.nvfp4.tensor import ROWS
 from gristmill.ops.linear.space import LAYERS
 from gristmill.ops.nvfp4_linear.cases import random_weight
+from gristmill.ops.nvfp4_linear.problem import SIZES
 from gristmill.ops.op import Op
 from gristmill.ops.space import Needed, chosen, in_every_mode, tabled
 from gristmill.select.chooser import Choice
@@ -30,7 +31,10 @@ def forward(op: Op, device: Device, dtype: torch.dtype) -> Iterator[Needed]:
         return
     prepared = op.example_for(device, (1, 64, 64), dtype)[5]
     sizes = [(line, *layer) for layer in (*LAYERS, *_MORE) for line in _LINES]
-    sizes += [(one["rows"], one["N"], one["K"]) for one, _ in tabled(op, device)]
+    for one, _, covers in tabled(op, device):
+        # A launch is another kernel where other tiles hold the rows.
+        stops = {one["rows"], *(stop for stop in SIZES.stops if stop in covers)}
+        sizes += [(lines, one["N"], one["K"]) for lines in sorted(stops)]
     for layout in dict.fromkeys((prepared, ROWS)):
         for lines, rows, columns in dict.fromkeys(sizes):
             weight = random_weight((rows, columns), "meta", layout=layout)[:3]

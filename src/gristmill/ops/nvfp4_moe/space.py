@@ -20,7 +20,7 @@ def forward(op: Op, device: Device, dtype: torch.dtype) -> Iterator[Needed]:
         return
     sizes: list[tuple[int, ...]] = [(lines, *model) for model in MODELS for lines in LINES]
     names = ("rows", "E", "k", "H", "I")
-    sizes += [tuple(one[name] for name in names) for one, _ in tabled(op, device)]
+    sizes += [tuple(one[name] for name in names) for one, _, _ in tabled(op, device)]
     for lines, *model in dict.fromkeys(sizes):
         experts, _, hidden, inner = model
         args = op.example_for(device, (lines, *model), dtype)

@@ -27,7 +27,7 @@ from gristmill.ops.rows.variant import BOUNDS
 from gristmill.ops.space import Needed, chosen, in_every_mode
 from gristmill.select.chooser import by_heuristics
 from gristmill.select.device import Device
-from gristmill.select.problem import CANONICAL_ROWS, Problem, bucket_edges
+from gristmill.select.problem import CANONICAL_ROWS, Problem
 from gristmill.select.tables import tables_for
 
 LONGEST = 2 << 20  # bytes of a row, in its narrowest dtype
@@ -283,9 +283,9 @@ def _tabled(op: Op, problem: Problem) -> Iterator[Problem]:
             columns = int(found[0])
             if _COLUMNS.sub(found[0], family) != row.family or not _fits(problem, columns):
                 continue
-            here = _sized(problem, columns, row.hint)
-            low, high = bucket_edges(row.hint, source.table.hints(here))
-            for rows in {max(1, low), row.hint, high or row.hint}:
+            here = _sized(problem, columns, row.stop)
+            least, most = row.covers
+            for rows in {max(1, least), row.stop, most or row.stop}:
                 yield replace(here, rows=rows, layout=_sized(here, columns, rows).layout)
 
 
