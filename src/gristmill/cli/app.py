@@ -191,22 +191,35 @@ def tune(
         typer.Option(help="Tune the problems in this file, written by GRISTMILL_RECORD."),
     ] = None,
     options: Sets = None,
-    hints: Annotated[
+    rows: Annotated[
         str | None,
         typer.Option(
-            help="Numbers of rows to tune at, as in 1,16,64; by default all hints, or with --shape "
-            "the nearest one."
+            "--rows",
+            "--hints",
+            help="Numbers of rows to measure at, as in 1,16,64, in the place of those of --shape.",
+        ),
+    ] = None,
+    capture_sizes: Annotated[
+        str | None,
+        typer.Option(
+            help="Choose for the batches that a server captures CUDA graphs for: vllm, or numbers "
+            "as in 1,2,4,8. Only those are measured between which the choice changes."
         ),
     ] = None,
     split: Annotated[
         bool,
-        typer.Option(help="Try sizes between hints; where that wins 3%, they get their own row."),
+        typer.Option(help="Measure between two numbers of rows until each switch is bracketed."),
     ] = True,
     probes: Annotated[
-        int, typer.Option(min=1, help="How many sizes to try between two neighbouring hints.")
+        int,
+        typer.Option(
+            min=1,
+            help="Row ops and others that do not tile the rows: how many sizes to tell apart "
+            "between two neighbouring hints.",
+        ),
     ] = 1,
     again: Annotated[
-        bool, typer.Option("--again", help="Also tune what has a row that holds.")
+        bool, typer.Option("--again", help="Also measure what a row covers already.")
     ] = False,
     quick: Annotated[
         bool, typer.Option("--quick", help="Time only the usual launch of each variant.")
@@ -222,7 +235,8 @@ def tune(
 ) -> None:
     """Time the variants of ops ahead of time and keep the winners in a table.
 
-    An interrupted run goes on where it was: problems that have a row are passed over.
+    Says how many problems there are and about how long they take, then compiles all kernels, then
+    measures. An interrupted run goes on where it was: what a row covers is passed over.
     """
     from gristmill.cli.tune import Options, run
 
@@ -232,7 +246,8 @@ def tune(
             shapes=shape or [],
             dtypes=dtype or [],
             recorded=recorded,
-            hints=hints,
+            rows=rows,
+            capture_sizes=capture_sizes,
             options=options or [],
             split=split,
             probes=probes,

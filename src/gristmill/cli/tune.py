@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -28,8 +29,8 @@ from gristmill.ops.registry import OPS, known_op
 from gristmill.select.device import Device, device_of
 from gristmill.select.record import read_recording
 from gristmill.select.tuning import Outcome
-from gristmill.tune.ahead import AheadReport, Watch, open_table, tune_ahead
-from gristmill.tune.jobs import Plan, plan_by_recording, plan_by_shapes
+from gristmill.tune.ahead import AheadReport, Amount, Watch, open_table, tune_ahead
+from gristmill.tune.jobs import CAPTURE_SIZES, Plan, plan_by_recording, plan_by_shapes
 from gristmill.tune.report import is_changed, line, outcome_as_dict, speedup, summary
 
 # More of these tell nothing new.
@@ -44,7 +45,8 @@ class Options:
     shapes: Sequence[str]
     dtypes: Sequence[str]
     recorded: Path | None
-    hints: str | None
+    rows: str | None
+    capture_sizes: str | None
     options: Sequence[str]
     split: bool
     probes: int
@@ -63,7 +65,7 @@ def run(options: Options) -> None:
     plan = _plan(options, device)
     # What is for people goes to stderr when stdout is for machines.
     out = console(stderr=options.json)
-    out.print(f"{device}: {counted(len(plan.jobs), 'problem')}, table {table[0]}", soft_wrap=True)
+    out.print(f"{device}, table {table[0]}", soft_wrap=True)
     with _Screen(out) as screen:
         report = tune_ahead(
             plan,
@@ -78,16 +80,18 @@ def run(options: Options) -> None:
         write_json(_as_dict(report, device))
     else:
         _show(report, out)
-    if not (report.outcomes or report.held or report.alone or report.probed):
+    if not (report.outcomes or report.held or report.alone):
         raise typer.Exit(FAILURE)
 
 
 def _plan(options: Options, device: Device) -> Plan:
     names = [known_op(name).name for name in options.ops]
     if options.recorded is not None:
-        if options.shapes or options.dtypes or options.hints or options.options:
+        named = (options.shapes, options.dtypes, options.rows, options.capture_sizes)
+        if any((*named, options.options)):
             raise ArgumentError(
-                "--recorded has arguments of its own: leave out --shape, --dtype, --hints, --set"
+                "--recorded has arguments of its own: leave out --shape, --dtype, --rows, "
+                "--capture-sizes, --set"
             )
         recorded = read_recording(options.recorded)
         wanted = [one for one in recorded if not names or one.op in names]
@@ -97,18 +101,26 @@ def _plan(options: Options, device: Device) -> Plan:
         device,
         shapes=[parse_shape(shape) for shape in options.shapes],
         dtypes=[torch_dtype(dtype) for dtype in options.dtypes or ("bfloat16",)],
-        hints=_hints(options.hints),
+        rows=_rows("--rows", options.rows),
+        within=_capture_sizes(options.capture_sizes),
         options=parse_options(options.options),
         probes=options.probes if options.split else 0,
+        split=options.split,
     )
 
 
-def _hints(text: str | None) -> list[int]:
+def _capture_sizes(text: str | None) -> Sequence[int]:
+    if text in CAPTURE_SIZES:
+        return CAPTURE_SIZES[text]
+    return _rows("--capture-sizes", text, f"{', '.join(CAPTURE_SIZES)} or ")
+
+
+def _rows(option: str, text: str | None, names: str = "") -> list[int]:
     if text is None:
         return []
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdigit() and int(word) > 0 for word in words):
-        raise ArgumentError(f"--hints {text!r}: write numbers of rows, as in 1,16,64")
+        raise ArgumentError(f"{option} {text!r}: write {names}numbers of rows, as in 1,16,64")
     return sorted({int(word) for word in words})
 
 
@@ -127,6 +139,15 @@ class _Screen(Watch):
     def __exit__(self, *error: object) -> None:
         self._bar.close()
 
+    def starts(self, amount: Amount) -> None:
+        more = amount.most - amount.problems
+        extra = f", and up to {more} more where the choice changes between them" if more else ""
+        self._out.print(
+            f"{counted(amount.problems, 'problem')}{extra}; {counted(amount.programs, 'program')} "
+            f"to compile; about {_duration(amount.seconds)}",
+            soft_wrap=True,
+        )
+
     def compiled(self, result: Compiled, number: int, total: int) -> None:
         if self._out.is_terminal:
             self._step("compiling", total)(f"compiling {result.program.source}")
@@ -136,10 +157,8 @@ class _Screen(Watch):
     def begins(self, key: str, total: int) -> None:
         self._step("measuring", total)(key)
 
-    def ended(self, outcome: Outcome, kept: bool) -> None:
+    def ended(self, outcome: Outcome) -> None:
         text = line(outcome, with_key=self._out.is_terminal)
-        if not kept:
-            text += "  (no row of its own)"
         self._out.print(f"  {text}", markup=False, soft_wrap=True)
 
     def _step(self, what: str, total: int) -> Callable[[str], None]:
@@ -158,16 +177,19 @@ def _show(report: AheadReport, out: Console) -> None:
     if len(notes) > _MOST_NOTES:
         out.print(f"and {len(notes) - _MOST_NOTES} more")
     out.print(summary(report.outcomes))
-    if report.probed:
-        out.print(
-            f"{len(report.splits)} of {report.probed} sizes between hints have got a row of "
-            f"their own"
-        )
+    if report.rows:
+        out.print(f"{counted(len(report.rows), 'row')} of the table made of them")
     if report.held:
-        out.print(f"{report.held} had a row that holds already (--again tunes them anew)")
+        out.print(f"{report.held} were covered by a row already (--again measures them anew)")
     if report.alone:
-        out.print(f"{report.alone} have but one candidate: nothing to choose")
+        out.print(f"{counted(report.alone, 'kind')} of problems with one candidate: no choice")
     out.print(f"table: {report.table}", soft_wrap=True)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def _not_compiled(report: AheadReport) -> list[str]:
@@ -179,17 +201,11 @@ def _not_compiled(report: AheadReport) -> list[str]:
 
 
 def _as_dict(report: AheadReport, device: Device) -> dict[str, Any]:
-    splits = {outcome.row.key for outcome in report.splits}
     return {
         "device": device.name,
         "table": str(report.table),
-        "problems": [
-            {**outcome_as_dict(outcome), "split": outcome.row.key in splits}
-            for outcome in report.outcomes
-        ],
-        "tuned": len(report.tuned),
-        "splits": len(report.splits),
-        "probed": report.probed,
+        "problems": [outcome_as_dict(outcome) for outcome in report.outcomes],
+        "rows": [dataclasses.asdict(row) for row in report.rows],
         "held": report.held,
         "alone": report.alone,
         "changed": sum(map(is_changed, report.outcomes)),

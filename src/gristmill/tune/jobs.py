@@ -1,18 +1,16 @@
 """What is tuned ahead of time: problems by op and shape, or those that a run has recorded.
 
-A job makes one row: the choice at one hint of one family (a family is all sizes of one kind of
-problem). Its probes are sizes of the bucket that lie far from the hint; they get a row of their
-own, which splits the bucket, only where that wins enough. Arguments are made when they are needed;
-until then meta tensors stand for them.
+A family is one kind of problem at all its row counts. It is tuned as a whole: how far the choice at
+one row count holds shows only at others. Arguments are made when they are needed; until then meta
+tensors stand for them.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,13 +20,17 @@ from gristmill.ops.op import Arguments, Op
 from gristmill.ops.registry import OPS, known_op
 from gristmill.select.device import Device
 from gristmill.select.overrides import batch_invariant
-from gristmill.select.problem import HINTS, Problem, bucket
+from gristmill.select.problem import Problem, Sizes
 from gristmill.select.record import Recorded, rebuilt
 from gristmill.select.tables import tables_for
+from gristmill.tune.search import Search
 from gristmill.warmup import default_shapes
 
 Make = Callable[[torch.device | str], Arguments]
 Shape = tuple[int, ...]
+
+# The batches for which vLLM captures CUDA graphs by default, at most 512 sequences.
+CAPTURE_SIZES = {"vllm": (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))}
 
 
 @dataclass(frozen=True)
@@ -44,28 +46,28 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Job:
-    """One row to be made: `size` is measured for all that are nearest to `hint`.
+class Family:
+    """One kind of problem: `at` gives it with any of the row counts of `search`.
 
-    `probes` are tried when the row is made, `asked` (sizes that the user has named) in any case.
+    `asked` are measured in any case. Without `split` nothing else is.
     """
 
     op: Op
-    hint: int
-    size: Size
-    probes: tuple[Size, ...] = ()
-    asked: tuple[Size, ...] = ()
+    search: Search
+    asked: tuple[int, ...]
+    at: Callable[[int], Size]
+    split: bool = True
 
     @property
     def key(self) -> str:
-        return self.size.problem.key(self.hint)
+        return self.at(self.asked[0]).problem.family()
 
 
 @dataclass
 class Plan:
-    """Jobs in the order in which they are done, and why others are none."""
+    """Families in the order in which they are tuned, and why others are not."""
 
-    jobs: list[Job] = field(default_factory=list)
+    families: list[Family] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -75,33 +77,45 @@ def plan_by_shapes(
     *,
     shapes: Sequence[Shape] = (),
     dtypes: Sequence[torch.dtype] = (torch.bfloat16,),
-    hints: Sequence[int] = (),
+    rows: Sequence[int] = (),
+    within: Sequence[int] = (),
     options: Mapping[str, Any] | None = None,
     probes: int = 1,
+    split: bool = True,
 ) -> Plan:
     """Every op at every shape and dtype, with `options` in the place of its example's arguments.
 
-    Without `hints` a shape is tuned at the hint that its rows are nearest to, and if it is none
-    itself, tried at its own size, too. With `hints`, at these sizes instead. Without `shapes`: at
-    the usual row lengths of the op and all its hints. `probes` sizes between any two neighbouring
-    hints are tried, too.
+    `rows` are measured in the place of those of the shapes. Of `within` the first and the last are,
+    and no others than these are measured between them. Without both a shape is measured at its own
+    rows and, where row counts go with the nearest stop, at that stop. Without `shapes`: at the
+    usual row lengths of the op and all its stops. Between two stops of that kind are `probes` more.
     """
     plan = Plan()
     for name in names:
         op = known_op(name)
         for dtype in dtypes:
             kind = Kind(op, dtype, options or {}, device)
-            families = _families(kind, device, shapes, hints, plan.notes)
-            for family in families.values():
-                plan.jobs += family.jobs(probes)
+            for size, shape, asked in _asked(kind, shapes, rows or within, plan.notes):
+                sizes = _refined(size.problem, asked, probes)
+                if within and not rows:
+                    known, asked = tuple(sorted(asked)), {min(asked), max(asked)}
+                else:
+                    known = _stops_between(sizes, asked)
+                found = _available(kind, shape, size.problem.family(), known, size)
+                asked &= set(found)
+                if asked:
+                    search = Search(tuple(sorted(found)), sizes)
+                    plan.families.append(
+                        Family(op, search, tuple(sorted(asked)), found.__getitem__, split)
+                    )
     return plan
 
 
 def plan_by_recording(recorded: Iterable[Recorded], device: Device, *, split: bool = True) -> Plan:
     """The problems of a recording, each tuned as it was met.
 
-    Of the sizes in one bucket the one nearest to the hint is measured for all; with `split` the
-    smallest and the largest are tried on their own, too.
+    The smallest and the largest row count of a kind of problem are measured; with `split` others of
+    the recording as well, where the choice changes.
     """
     plan = Plan()
     families: dict[str, tuple[Op, dict[int, Size]]] = {}
@@ -122,8 +136,11 @@ def plan_by_recording(recorded: Iterable[Recorded], device: Device, *, split: bo
         if size.rows > 0:
             _, sizes = families.setdefault(size.problem.family(), (op, {}))
             sizes[size.rows] = size
-    for op, sizes in families.values():
-        plan.jobs += _recorded_jobs(op, sizes, split)
+    for op, found in families.values():
+        rows = tuple(sorted(found))
+        asked = tuple(dict.fromkeys((rows[0], rows[-1])))
+        search = Search(rows, _with_stops(found[rows[0]].problem, rows))
+        plan.families.append(Family(op, search, asked, found.__getitem__, split))
     return plan
 
 
@@ -137,72 +154,6 @@ _MISFITS = (
     TypeError,
     ValueError,
 )
-
-
-@dataclass
-class _Family:
-    """All sizes of one kind of problem that are asked for; `at` makes others, where it can."""
-
-    op: Op
-    hints: tuple[int, ...]
-    at: Callable[[int], Size | None]
-    sizes: set[int] = field(default_factory=set)
-
-    def jobs(self, probes: int) -> list[Job]:
-        hints = self.hints
-        wanted = {bucket(rows, hints) for rows in self.sizes}
-        if self.sizes >= set(HINTS):
-            # All of them: also where a bucket was split before, whose row may be stale now.
-            wanted |= set(hints)
-        asked: dict[int, set[int]] = {hint: set() for hint in wanted}
-        for rows in self.sizes - wanted:
-            asked[bucket(rows, hints)].add(rows)
-        between: dict[int, set[int]] = {}
-        for low, high in itertools.pairwise(hints):
-            # Only between usual hints: a split bucket is not split further.
-            if {low, high} <= wanted & set(HINTS):
-                between[high] = set(_between(low, high, probes)) - self.sizes
-        return [
-            Job(
-                self.op,
-                hint,
-                size,
-                self._all_at(between.get(hint, ())),
-                self._all_at(asked[hint]),
-            )
-            for hint in sorted(wanted)
-            if (size := self.at(hint)) is not None
-        ]
-
-    def _all_at(self, sizes: Iterable[int]) -> tuple[Size, ...]:
-        found = (self.at(rows) for rows in sorted(sizes))
-        return tuple(size for size in found if size is not None)
-
-
-def _between(low: int, high: int, count: int) -> Iterator[int]:
-    """`count` sizes between two hints, equally far apart in log space: one is the middle."""
-    for number in range(1, count + 1):
-        # Down, as a tie between two hints goes to the smaller one.
-        size = int(low * (high / low) ** (number / (count + 1)) + 1e-9)
-        if low < size < high:
-            yield size
-
-
-def _recorded_jobs(op: Op, sizes: Mapping[int, Size], split: bool) -> Iterator[Job]:
-    hints = _hints(next(iter(sizes.values())).problem)
-    buckets: dict[int, list[int]] = {}
-    for rows in sorted(sizes):
-        buckets.setdefault(bucket(rows, hints), []).append(rows)
-    for hint, inside in sorted(buckets.items()):
-        nearest = min(inside, key=lambda rows: abs(math.log(rows / hint)))
-        ends = dict.fromkeys(rows for rows in (inside[0], inside[-1]) if rows != nearest)
-        probes = tuple(sizes[rows] for rows in ends) if split else ()
-        yield Job(op, hint, sizes[nearest], probes)
-
-
-def _hints(problem: Problem) -> tuple[int, ...]:
-    """The hints of a problem's family: the usual ones, and where any table has split a bucket."""
-    return tables_for(problem.device)[0].table.hints(problem)
 
 
 @dataclass(frozen=True)
@@ -219,53 +170,99 @@ class Kind:
         return partial(example, self.options, shape, self.dtype, target=self.target)
 
 
-def _families(
-    kind: Kind,
-    device: Device,
-    shapes: Sequence[Shape],
-    hints: Sequence[int],
-    notes: list[str],
-) -> dict[str, _Family]:
-    families: dict[str, _Family] = {}
+def _asked(
+    kind: Kind, shapes: Sequence[Shape], rows: Sequence[int], notes: list[str]
+) -> list[tuple[Size, Shape, set[int]]]:
+    """For each kind of problem among the shapes one size, its shape, and the rows to measure."""
+    found: dict[str, tuple[Size, Shape, set[int]]] = {}
     op = kind.op
     for shape in shapes or default_shapes(op.name):
         try:
-            size = _size(op, kind.make(shape), device)
+            size = _size(op, kind.make(shape), kind.target)
         except (ArgumentError, DtypeError) as error:
             notes.append(str(error))
             continue
         if size.rows == 0:
             notes.append(f"{op.name}: {_words(shape)} has no rows")
             continue
-        name = size.problem.family()
-        at = partial(_resized, kind, shape, device, name)
-        family = families.setdefault(name, _Family(op, _hints(size.problem), at))
-        family.sizes |= set(hints) or {size.rows}
-    return families
+        _, _, asked = found.setdefault(size.problem.family(), (size, shape, set()))
+        sizes = size.problem.sizes
+        if rows:
+            asked |= set(rows)
+        else:
+            asked |= {size.rows} if sizes.up else {size.rows, sizes.stop(size.rows)}
+    return list(found.values())
 
 
-def _size(op: Op, make: Make, device: Device) -> Size:
-    args = make("meta")
-    op.check(*args)
-    # Rows speak for ordinary calls: where rows must not depend on the batch, none is asked.
-    with batch_invariant(False):
-        return Size(op.problem(*args, device=device), make)
+def _refined(problem: Problem, asked: Iterable[int], probes: int) -> Sizes:
+    """The sizes of a problem, with more stops between those that go with the nearest one."""
+    sizes = problem.sizes
+    if sizes.up:
+        return sizes
+    stops = [stop for stop in sizes.stops if min(asked) <= stop <= max(asked)]
+    more = [rows for low, high in pairwise(stops) for rows in _between(low, high, probes)]
+    return _with_stops(problem, [*asked, *more])
 
 
-def _resized(kind: Kind, shape: Shape, device: Device, family: str, rows: int) -> Size | None:
+def _with_stops(problem: Problem, rows: Iterable[int]) -> Sizes:
+    """The sizes of a problem, with more stops: `rows`, and those that tables know already."""
+    sizes = problem.sizes
+    if sizes.up:
+        return sizes
+    known = (row.stop for one in tables_for(problem.device) for row in one.table.family(problem))
+    return Sizes(tuple(sorted({*sizes.stops, *rows, *known})))
+
+
+def _stops_between(sizes: Sizes, asked: set[int]) -> tuple[int, ...]:
+    """The row counts that are told apart between those asked for, and these."""
+    named = {sizes.stop(rows) for rows in asked}
+    stops = {stop for stop in sizes.stops if min(asked) <= stop <= max(asked)}
+    return tuple(sorted(asked | (stops - named)))
+
+
+def _between(low: int, high: int, count: int) -> Iterator[int]:
+    """`count` sizes between two stops, equally far apart in log space: one is the middle."""
+    for number in range(1, count + 1):
+        # Down, as a tie between two stops goes to the smaller one.
+        size = int(low * (high / low) ** (number / (count + 1)) + 1e-9)
+        if low < size < high:
+            yield size
+
+
+def _available(
+    kind: Kind, shape: Shape, family: str, rows: Iterable[int], known: Size
+) -> dict[int, Size]:
+    """The example of `shape` with other row counts instead, where there is such a thing."""
+    found = {known.rows: known} if known.rows in (rows := tuple(rows)) else {}
+    for count in rows:
+        size = found.get(count) or _resized(kind, shape, family, count)
+        if size is not None:
+            found[count] = size
+    return found
+
+
+def _resized(kind: Kind, shape: Shape, family: str, rows: int) -> Size | None:
     """The example of `shape` with so many rows instead; None if there is no such thing.
 
-    The first dim is the rows, in what a shape means for a product too (MxNxK); an op over rows may
+    The first dim is the rows, in what a shape means for a GEMM as well (MxNxK); an op over rows may
     have several leading dims, which become one.
     """
-    for other in (shape, (rows, *shape[1:]), (rows, *shape[-1:])):
+    for other in ((rows, *shape[1:]), (rows, *shape[-1:])):
         try:
-            size = _size(kind.op, kind.make(other), device)
+            size = _size(kind.op, kind.make(other), kind.target)
         except (ArgumentError, DtypeError):
             continue
         if size.rows == rows and size.problem.family() == family:
             return size
     return None
+
+
+def _size(op: Op, make: Make, device: Device) -> Size:
+    args = make("meta")
+    op.check(*args)
+    # Rows of tables are for ordinary calls: in batch-invariant mode none is asked.
+    with batch_invariant(False):
+        return Size(op.problem(*args, device=device), make)
 
 
 def _rebuilt(op: Op, recorded: Recorded, device: torch.device | str) -> tuple[Any, ...]:

@@ -56,7 +56,7 @@ def why_stale(op: Op, row: Row, device: Device) -> str:
         problem = _like(op, row, device)
         if variant.supports(problem) is not None:
             return ""  # the table may be of a GPU that is not here
-        if problem.key(row.hint) == row.key:
+        if problem.key(row.stop) == row.key:
             found = revive(row, problem, op.variants)
             return found.removeprefix("stale: ") if isinstance(found, str) else ""
         # A rejected config has no source hash. Whether a config suits the row's own flags is
@@ -78,5 +78,5 @@ def _like(op: Op, row: Row, device: Device) -> Problem:
     sizes = [int(value) for name, value in words if value.isdigit() and name != "rows"]
     dtypes = [found for _, value in words if isinstance(found := getattr(torch, value, 0), _DTYPE)]
     dtype = dtypes[0] if dtypes else torch.bfloat16
-    args = op.example_for(device, (row.hint, *sizes), dtype)
+    args = op.example_for(device, (row.stop, *sizes), dtype)
     return op.problem(*args, device=device)
