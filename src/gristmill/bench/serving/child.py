@@ -89,11 +89,23 @@ class _Engine:
         step_s = beyond_the_first(many, few, tokens)
         return {
             "batch": batch,
+            **self._graph(batch),
             "ms": round(step_s * 1e3, 4),
             "spread_ms": round((max(many) - min(many)) / steps * 1e3, 4),
             "tokens_per_s": round(batch / step_s, 1),
             "prefill_ms": round(median(few) * 1e3, 3),
         }
+
+    def _graph(self, batch: int) -> dict[str, int | None]:
+        """The size of the CUDA graph that a step runs in, None without one; nothing on a CPU."""
+        if not torch.cuda.is_available():
+            return {}
+        try:
+            config = self._llm.llm_engine.vllm_config.compilation_config
+            sizes = config.cudagraph_capture_sizes or ()
+        except AttributeError:  # another version of vLLM
+            return {}
+        return {"graph": min((size for size in sizes if size >= batch), default=None)}
 
     def kernels(self, batch: int) -> dict[str, Any]:
         """What ran on the GPU in a decode step: name, launches, microseconds; nothing on a CPU."""

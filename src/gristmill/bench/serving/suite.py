@@ -29,15 +29,22 @@ from gristmill.bench.suites import known
 from gristmill.errors import ArgumentError, GristmillError
 
 SUITE = "vllm"
-BATCHES = (1, 16, 64)
+BATCHES = (1, 8, 16, 32, 64, 96, 128, 160, 256)
+QUICK_BATCHES = (1, 16, 64, 160)
 REPEATS = 3
 PROMPT, TOKENS = 64, 128
 MAX_LENGTH = 2048
 # At least; a large batch may not have to wait for room.
 _KV_CACHE_BYTES = 4 << 30
+# The end of a sequence may need a block of the KV cache that is not full.
+_SLACK_TOKENS = 32
+# At least, and what vLLM takes by itself for offline use of a GPU with 70 GiB or more.
+_BATCHED_TOKENS = 16384
 # Activations, graphs, a CUDA context: beside weights and KV cache.
-_BESIDE_BYTES = 6 << 30
-START_LIMIT_S, RUN_LIMIT_S = 420.0, 240.0
+_BESIDE_BYTES = 5 << 30
+# Of all engines that start together, most of it compiling; of one engine beside its batches, and of
+# one run of a batch: generous, since only what hangs comes to them.
+START_LIMIT_S, RUN_LIMIT_S, _BATCH_LIMIT_S = 900.0, 120.0, 15.0
 METHOD = (
     f"vLLM's offline LLM, dummy weights, prompts of {PROMPT} random tokens, {TOKENS} new ones, "
     f"greedy; (time of {TOKENS} tokens - time of 1) / {TOKENS - 1}, of medians"
@@ -113,7 +120,7 @@ def plan(
     return Plan(
         tuple(known("model", name, KNOWN) for name in models or usual),
         tuple(IMPLEMENTATIONS[known("implementation", name, IMPLEMENTATIONS)] for name in named),
-        tuple(dict.fromkeys(batches)) or BATCHES,
+        tuple(dict.fromkeys(batches)) or (QUICK_BATCHES if quick else BATCHES),
     )
 
 
@@ -171,7 +178,7 @@ def _run_wave(
         started,
         lambda name: advance(f"{SUITE} {model}, {name}"),
         start_limit_s=START_LIMIT_S,
-        run_limit_s=RUN_LIMIT_S,
+        run_limit_s=run_limit_s(chosen.batches, repeats),
     )
     for one, (_, answer) in zip(wave, answers, strict=True):
         results.add(rows(model, one, chosen.batches, answer))
@@ -199,6 +206,11 @@ def spec(
         # A share of the GPU that any of several engines finds free; the bytes are what counts.
         options["gpu_memory_utilization"] = 0.1
         options["kv_cache_memory_bytes"] = _kv_cache(model, batches)
+        # All prompts of a batch in one step: all its sequences then decode together to the end.
+        options["max_num_batched_tokens"] = max(_BATCHED_TOKENS, max(batches) * PROMPT)
+        if not set(batches) <= set(captured(max(batches))):
+            sizes = sorted({*captured(max(batches)), *batches})
+            options["compilation_config"] = {"cudagraph_capture_sizes": sizes}
     else:
         options["enforce_eager"] = True
     return {
@@ -210,6 +222,21 @@ def spec(
         "repeats": repeats,
         "vocabulary": KNOWN[model]["vocab_size"],
     }
+
+
+def captured(sequences: int) -> tuple[int, ...]:
+    """The sizes of CUDA graphs that vLLM captures by itself, for so many sequences at most.
+
+    A batch between two of them is padded to the larger one, and beyond the last there is no graph.
+    """
+    sizes = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
+    return tuple(size for size in sizes if size <= 2 * sequences)
+
+
+def run_limit_s(batches: Sequence[int], repeats: int) -> float:
+    """The longest that one engine may take, once it is started."""
+    # Each repeat is a run of one token and one of many; then there is the profiler.
+    return RUN_LIMIT_S + len(batches) * (repeats + 2) * _BATCH_LIMIT_S
 
 
 def environment(device: torch.device) -> dict[str, str]:
@@ -262,8 +289,7 @@ def _wrong(one: Implementation, choices: Mapping[str, int]) -> str | None:
 
 
 def _kv_cache(model: str, batches: Sequence[int]) -> int:
-    # Twice the tokens that there are: blocks of them are not full.
-    tokens = 2 * max(batches) * (PROMPT + TOKENS)
+    tokens = max(batches) * (PROMPT + TOKENS + _SLACK_TOKENS)
     return max(_KV_CACHE_BYTES, kv_cache_bytes(KNOWN[model], tokens))
 
 
