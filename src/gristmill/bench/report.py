@@ -60,6 +60,11 @@ def print_results(results: Results, console: Console) -> None:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     for title, table in _other_tables(results.rows):
         console.print(_whole(_rich(table, title, ours=-1), console))
+    for part in serving_report.parts(results.rows):
+        console.print(_whole(_rich(part.grid, part.title, ours=-1), console))
+        for line in part.lines:
+            style = "bold red" if serving_report.is_alarm(line) else ""
+            console.print(Text(line, style=style), soft_wrap=True)
     for section in sections(results):
         if not section.page_only:
             console.print(_whole(_rich(section.grid, section.title, ours=-1), console))
@@ -102,6 +107,8 @@ def markdown(results: Results) -> str:
     parts += causal_gains(kernels)
     for title, table in _other_tables(results.rows):
         parts += [f"## {title}", _markdown_table(table)]
+    for part in serving_report.parts(results.rows):
+        parts += [f"## {part.title}", _markdown_table(part.grid), *part.lines]
     for section in sections(results):
         parts += [f"## {section.title}", _markdown_table(section.grid), *section.lines]
     lines = notes(results)
@@ -289,7 +296,7 @@ def _other_tables(rows: list[Row]) -> list[tuple[str, Grid]]:
         if found is not None:
             tables.append(found)
     tables += end_to_end_report.tables(rows)
-    return tables + serving_report.tables(rows) + hugging_face_report.tables(rows)
+    return tables + hugging_face_report.tables(rows)
 
 
 def _rich(grid: Grid, title: str, *, ours: int) -> Table:
@@ -298,7 +305,7 @@ def _rich(grid: Grid, title: str, *, ours: int) -> Table:
     for index, name in enumerate(header):
         right = index > 0 and name not in LEFT
         style = "bold" if index == ours else None
-        folds = name in explained.HEADER[2:]  # sentences
+        folds = name in (*explained.HEADER[2:], serving_report.VARIANTS)  # sentences and lists
         justify: JustifyMethod = "right" if right else "left"
         table.add_column(name, justify=justify, style=style, no_wrap=not folds)
     for line in body:

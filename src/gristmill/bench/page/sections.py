@@ -11,6 +11,7 @@ from gristmill.bench.end_to_end import report as end_to_end_report
 from gristmill.bench.hugging_face import report as hugging_face_report
 from gristmill.bench.page.headline import NOT_MEASURED
 from gristmill.bench.page.html import Html, cell, command, element, grid_table, join, row, table
+from gristmill.bench.product_report import Grid
 from gristmill.bench.regret import report as regret_report
 from gristmill.bench.regret.report import percent, told_apart
 from gristmill.bench.report import notes
@@ -28,19 +29,34 @@ def absent(what: str) -> Html:
 
 def end_to_end(results: Results, charts: Mapping[str, Html]) -> Html:
     parts: list[Html] = []
-    for suite, tables in (
-        ("end_to_end", end_to_end_report.tables),
-        ("vllm", serving_report.tables),
-        ("transformers", hugging_face_report.tables),
+    for suite, drawn in (
+        ("end_to_end", lambda rows: _tables(end_to_end_report.tables(rows))),
+        ("vllm", _served),
+        ("transformers", lambda rows: _tables(hugging_face_report.tables(rows))),
     ):
         rows = rows_of(results, suite)
         if not rows:
             parts.append(absent(suite))
             continue
         parts += [charts[suite]] if suite in charts else []
-        parts += [grid_table(title, grid) for title, grid in tables(rows)]
-        parts.append(commands(rows, results))
+        parts += [*drawn(rows), commands(rows, results)]
     return join(parts, "\n")
+
+
+def _tables(found: Sequence[tuple[str, Grid]]) -> list[Html]:
+    return [grid_table(title, grid) for title, grid in found]
+
+
+def _served(rows: Sequence[Row]) -> list[Html]:
+    """Tables with lines beneath them; a missed goal stands out."""
+    parts: list[Html] = []
+    for part in serving_report.parts(rows):
+        parts.append(grid_table(part.title, part.grid))
+        for line in part.lines:
+            loud = serving_report.is_alarm(line)
+            told = element("strong", line) if loud else line
+            parts.append(element("p", told, class_="loud" if loud else None))
+    return parts
 
 
 def regret(results: Results, charts: Mapping[str, Html]) -> Html:
