@@ -69,7 +69,7 @@ def _show(rows: Sequence[ListedRow], device: Device) -> None:
             if one.stale:
                 runs.append(f"\nstale: {one.stale}", style="red")
             grid.add_row(
-                row.key,
+                f"{row.key}\n{row.covers}",
                 runs,
                 f"{row.us:.2f}",
                 f"{row.spread_us:.2f}",

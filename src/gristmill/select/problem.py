@@ -77,7 +77,9 @@ class Span(NamedTuple):
 
     def __str__(self) -> str:
         if self.most is None:
-            return f"{self.least} rows and more"
+            return f"{self.least} rows and more" if self.least > 1 else "any number of rows"
+        if self.least == 0:
+            return f"up to {counted(self.most, 'row')}"
         if self.most == self.least:
             return counted(self.least, "row")
         return f"{self.least} to {self.most} rows"

@@ -1,7 +1,7 @@
 """Tuning ahead of time: all kernels are compiled first, then one kind of problem after another.
 
-Rows are kept after every measurement, as far as they are known to hold by then, so a run that is
-interrupted goes on where it was: row counts that a row covers are passed over.
+Rows are kept as soon as they are known to hold, so a run that is interrupted goes on where it was:
+row counts that a row covers are passed over.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import contextlib
 import dataclasses
 import gc
 import os
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,6 +42,9 @@ _SHARE_OF_MEMORY = 1 / 3
 _COMPILE_S, _LAUNCH_S, _PROBLEM_S = 1.5, 0.008, 0.05
 
 
+_WRITE_EVERY_S = 5.0  # a large table takes a tenth of a second to write
+
+
 @dataclass(frozen=True)
 class Amount:
     """What a run is about to do: `problems` at least and `most`, programs to compile, seconds."""
@@ -62,7 +66,7 @@ class Watch:
         """A program is in the cache, or could not be made."""
 
     def begins(self, key: str, total: int) -> None:
-        """A problem is measured next, one of `total` as far as is known by now."""
+        """A problem is measured next, one of `total` at most."""
 
     def ended(self, outcome: Outcome) -> None:
         """It was."""
@@ -198,12 +202,13 @@ class _Run:
         programs: dict[Compilable, None] = {}
         tasks = [task for task in tasks if self._can_choose(task, programs)]
         self._programs = set(programs)
-        self._watch.starts(self._amount(tasks, programs, workers))
+        amount = self._amount(tasks, programs, workers)
+        self._watch.starts(amount)
         if programs:
             self._report.compiled = compile_all(
                 programs, self._device.arch, workers=workers, progress=self._watch.compiled
             )
-        self._steps = sum(len(task.todo) for task in tasks)
+        self._steps = amount.most
         for task in tasks:
             self._do(task)
         return self._report
@@ -279,23 +284,36 @@ class _Run:
         return Amount(len(tasks), problems, most, missing, seconds)
 
     def _do(self, task: _Task) -> None:
-        """Measure along the rows; what is known so far is in the table after each step."""
+        """Measure along the rows. What is known so far is in force after each step, and on disk
+        after some seconds and whenever the run ends.
+        """
         family = task.family
-        waiting, more = sorted(task.todo), -1
-        while waiting or (more := self._next(task) or -1) > 0:
-            rows = waiting.pop(0) if waiting else more
-            self._steps += rows not in task.todo
-            outcome = self._measured(family, rows, self._neighbours(task, rows))
-            if outcome is None:
-                task.failed.add(rows)
-                continue
-            task.launches[rows] = outcome.launches[winner(outcome)]
-            task.outcomes[rows] = outcome
-            self._report.outcomes.append(outcome)
-            self._watch.ended(outcome)
-            task.rows = [self._row(task, run) for run in task.new_runs()]
-            remember(self._device, task.rows, path=self._path)
+        written = time.monotonic()
+        try:
+            for rows in self._order(task):
+                outcome = self._measured(family, rows, self._neighbours(task, rows))
+                if outcome is None:
+                    task.failed.add(rows)
+                    continue
+                task.launches[rows] = outcome.launches[winner(outcome)]
+                task.outcomes[rows] = outcome
+                task.rows = [self._row(task, run) for run in task.new_runs()]
+                remember(self._device, task.rows, keep=False)
+                self._report.outcomes.append(outcome)
+                self._watch.ended(outcome)
+                if time.monotonic() - written > _WRITE_EVERY_S:
+                    remember(self._device, task.rows, path=self._path)
+                    written = time.monotonic()
+        finally:
+            if task.rows:
+                remember(self._device, task.rows, path=self._path)
         self._report.rows += task.rows
+
+    def _order(self, task: _Task) -> Iterator[int]:
+        """Row counts in the order in which they are measured; later ones follow from winners."""
+        yield from sorted(task.todo)
+        while (rows := self._next(task)) is not None:
+            yield rows
 
     def _neighbours(self, task: _Task, rows: int) -> list[Candidate]:
         """The winners next to `rows`, if that takes no kernel that was not compiled ahead."""
@@ -311,8 +329,14 @@ class _Run:
         """The row count that lies between two winners, if one is left to be measured."""
         if not task.family.split:
             return None
-        winners = {rows: str(launch) for rows, launch in task.launches.items()}
-        return task.family.search.next(winners, task.failed)
+        while True:
+            winners = {rows: str(launch) for rows, launch in task.launches.items()}
+            found = task.family.search.next(winners, task.failed)
+            known = None if found is None or self._again else self._known_launch(task.family, found)
+            if found is None or known is None:
+                return found
+            task.launches[found] = known
+            self._report.held += 1
 
     def _row(self, task: _Task, run: Run) -> Row:
         """One row for all of a run: measured at the largest of its row counts."""
