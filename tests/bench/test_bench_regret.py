@@ -13,7 +13,6 @@ import torch
 from gristmill.bench.regret import matrix
 from gristmill.bench.regret import suite as regret
 from gristmill.bench.regret.families import (
-    DECODING_ROWS,
     KINDS,
     PRODUCT_ROWS,
     ROWS,
@@ -23,14 +22,17 @@ from gristmill.bench.regret.families import (
 )
 from gristmill.bench.regret.matrix import CHOSEN, Matrix
 from gristmill.bench.regret.report import gains, matrices, measured, unjudged
+from gristmill.bench.regret.sampling import NAMED_WEIGHTS, Sampling
 from gristmill.bench.results import Results
 from gristmill.errors import ArgumentError, CompileError
 from gristmill.jit import Program
 from gristmill.jit.cutedsl import CuteProgram
 from gristmill.ops.registry import OPS
 from gristmill.select import Problem, Variant, device_of, remember, reset_tables
+from gristmill.select.chooser import Choice, by_heuristics, ranked
 from gristmill.select.device import KNOWN
-from gristmill.select.sight import table_key
+from gristmill.select.sight import placed
+from gristmill.select.table import Row
 from gristmill.select.timing import Timing
 from gristmill.select.tuning import tune
 
@@ -87,15 +89,25 @@ def own_tables() -> Iterator[None]:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
-    """Give rms_norm these variants and this clock; returns the names timed in each round."""
+    """Give rms_norm these variants and this clock; returns the names timed in each round.
+
+    A clock may tell the rounds apart by the samples, which are noted in `install.kinds`.
+    """
+
+    kinds: list[tuple[int, float | None]] = []
 
     def install(variants: Sequence[Variant], clock: Clock) -> list[list[str]]:
         rounds: list[list[str]] = []
 
         def timed(
-            functions: Mapping[str, Any], sets: Sequence[Any], *, samples: int, **_: Any
+            functions: Mapping[str, Any],
+            sets: Sequence[Any],
+            *,
+            samples: int,
+            hopeless: float | None = None,
         ) -> dict[str, Any]:
             rounds.append(list(functions))
+            kinds.append((samples, hopeless))
             rows = sets[0][0].shape[0]
             return {
                 name: Timing(clock(name, rows), 0.01 * samples, samples, "fake")
@@ -104,10 +116,22 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
 
         monkeypatch.setattr(OPS["rms_norm"], "variants", tuple(variants))
         monkeypatch.setattr("gristmill.select.tuning.time_interleaved", timed)
+        monkeypatch.setattr("gristmill.bench.regret.suite.time_interleaved", timed)
         monkeypatch.setattr("gristmill.bench.regret.matrix.time_interleaved", timed)
         return rounds
 
+    install.kinds = kinds  # type: ignore[attr-defined]
     return install
+
+
+def tuned_at(rows: int, ways: Sequence[Variant]) -> Row:
+    """A table of this process gets an entry for these rows of the family."""
+    args = FAMILY.arguments(rows, CPU)
+    problem = FAMILY.op.problem(*args)
+    key, covers = placed(problem)
+    tuned = tune("rms_norm", ways, problem, args, key=key, covers=covers, thorough=True)
+    remember(device_of(CPU), [tuned.row], keep=False)
+    return tuned.row
 
 
 def regrets(*rows: int) -> Results:
@@ -126,7 +150,7 @@ def test_a_pick_that_is_slower_shows_by_how_much(fake: Any) -> None:
     assert (row["op"], row["M"], row["N"], row["K"]) == ("rms_norm", 8, 64, None)
     assert (row["candidates"], row["source"], row["error"]) == (3, "preference", None)
     assert row["variants"] == {"second": 10.0, "first": 10.7, "third": 30.0}
-    assert row["picked_spread_us"] == row["best_spread_us"] == 0.09
+    assert row["picked_spread_us"] == row["best_spread_us"] == 0.2
 
 
 def test_a_difference_within_noise_is_reported_as_it_is(fake: Any) -> None:
@@ -145,30 +169,189 @@ def test_the_best_there_is_has_no_regret(fake: Any) -> None:
     assert row["picked"] == row["best"] == "first"
 
 
-def test_every_config_is_a_candidate_and_pick_and_best_meet_in_one_round(fake: Any) -> None:
-    """The pick is the slowest of twenty: it is in the last round all the same."""
-    widths = [1, *range(100, 119)]
+def test_pick_rule_and_the_best_eight_meet_in_one_last_round(fake: Any) -> None:
+    """The pick is the slowest of thirty: it is in the last round all the same."""
+    widths = [1, *range(100, 129)]
 
     def clock(name: str, rows: int) -> float:
         return 50.0 if name.endswith("width=1") else float(name.rpartition("=")[2]) / 10
 
     rounds = fake([Way("wide", widths)], clock)
     (row,) = regrets(8).rows
-    assert row["candidates"] == 20
-    assert [len(names) for names in rounds] == [16, 4, 5]
+    assert (row["candidates"], row["finalists"], row["samples"]) == (30, 9, 20)
+    assert [len(names) for names in rounds] == [16, 14, 9]
+    # Only the first round, of few samples, may drop a candidate.
+    assert fake.kinds == [(3, 1.3), (3, 1.3), (20, None)]
+    assert rounds[-1] == ["wide width=1", *(f"wide width={width}" for width in range(100, 108))]
     assert (row["picked"], row["best"]) == ("wide width=1", "wide width=100")
-    assert {row["picked"], row["best"]} <= set(rounds[-1])
     assert row["regret"] == pytest.approx(4.0)
+
+
+def test_a_lucky_first_round_is_not_the_best(fake: Any) -> None:
+    """Times are those of the last round: a candidate that looked fastest in the first is not."""
+    widths = list(range(20))
+
+    def clock(name: str, rows: int) -> float:
+        width = int(name.rpartition("=")[2])
+        lucky = width == 19 and fake.kinds[-1][0] == 3
+        return 1.0 if lucky else 10.0 + width
+
+    fake([Way("wide", widths)], clock)
+    (row,) = regrets(8).rows
+    assert (row["best"], row["best_us"], row["regret"]) == ("wide width=0", 10.0, 0.0)
+
+
+def test_few_candidates_need_no_first_round(fake: Any) -> None:
+    rounds = fake([Way("first"), Way("second")], lambda name, rows: 10.0)
+    regrets(8)
+    assert rounds == [["first", "second"]]
+    assert fake.kinds == [(20, None)]
+
+
+def test_samples_are_those_asked_for(fake: Any) -> None:
+    fake([Way("first")], lambda name, rows: 10.0)
+    results = Results({})
+    method = regret.Method(samples=5)
+    regret.run([Point(FAMILY, 8)], CPU, results, lambda text: None, method)
+    assert fake.kinds == [(5, None)]
+    assert results.rows[0]["samples"] == 5
+
+
+def test_pick_rule_and_best_side_by_side(fake: Any) -> None:
+    """The table's entry was the best when it was measured, and is now slower than the rule."""
+    ways = [Way("usual"), Way("wide", [16, 64])]
+    times = {"usual": 10.0, "wide width=16": 8.0, "wide width=64": 7.0}
+    fake(ways, lambda name, rows: times[name])
+    tuned_at(16, ways)
+    times["wide width=64"] = 12.0
+    (row,) = regrets(16).rows
+    assert (row["picked"], row["rule"], row["best"]) == ("wide width=64", "usual", "wide width=16")
+    assert (row["picked_us"], row["rule_us"], row["best_us"]) == (12.0, 10.0, 8.0)
+    assert row["regret"] == pytest.approx(0.5)
+    assert row["rule_regret"] == pytest.approx(0.25)
+    assert row["over_rule"] == pytest.approx(0.2)
+    assert (row["tabled"], row["source"]) == (True, "tuning of this process")
+
+
+def test_a_family_is_in_the_table_at_any_row_count(fake: Any) -> None:
+    ways = [Way("usual"), Way("wide", [16, 64])]
+    fake(ways, lambda name, rows: 10.0)
+    (before,) = regrets(16).rows
+    assert (before["tabled"], before["over_rule"]) == (False, 0.0)
+    tuned_at(16, ways)
+    assert [row["tabled"] for row in regrets(16, 4096).rows] == [True, True]
+    results = Results({})
+    other = Family(FAMILY.name, (128,), FAMILY.dtype)
+    regret.run([Point(other, 16)], CPU, results, lambda text: None)
+    assert results.rows[0]["tabled"] is False
+
+
+def test_a_rule_that_cannot_be_built_has_no_time(fake: Any) -> None:
+    ways = [Way("usual", broken=True), Way("second")]
+    fake(ways, lambda name, rows: 10.0)
+    (row,) = regrets(8).rows
+    assert row["picked"] == "second"
+    assert not {"rule", "rule_us", "over_rule"} & row.keys()
+    assert row["failures"]["usual"] == "CompileError: no such instruction"
+
+
+class Enumerated(Way):
+    """Beside the usual configs it knows all that there are, one of which is not valid."""
+
+    def all_configs(self, problem: Problem) -> list[Launch]:
+        return [Launch(width) for width in (16, 64, 7, 8)]
+
+    def rejects(self, problem: Problem, config: Any) -> str | None:
+        return "odd" if config.width % 2 else None
+
+    def programs(self, problem: Problem, config: Any) -> tuple[Any, ...]:
+        return (f"program {config.width}",)
+
+
+def test_all_launches_take_part_where_a_variant_enumerates_them(fake: Any) -> None:
+    ways = [Enumerated("wide", [16, 64])]
+    rounds = fake(ways, lambda name, rows: float(name.rpartition("=")[2]))
+    results = Results({})
+    points = [Point(FAMILY, 8)]
+    every = regret.Method(all_launches=True)
+    regret.run(points, CPU, results, lambda text: None)
+    assert rounds[-1] == ["wide width=16", "wide width=64"]
+    assert regret.todo(points, results) == []
+    assert regret.todo(points, results, every) == points
+    regret.run(points, CPU, results, lambda text: None, every)
+    (row,) = results.rows  # it has taken the place of the other
+    assert rounds[-1] == ["wide width=16", "wide width=64", "wide width=8"]
+    assert (row["best"], row["launches"], row["regret"]) == ("wide width=8", "all", 1.0)
+    assert regret.todo(points, results, every) == regret.todo(points, results) == []
+    assert "notes" not in results.meta
+
+
+def test_it_is_noted_where_no_variant_enumerates_its_launches(fake: Any) -> None:
+    fake([Way("first")], lambda name, rows: 1.0)
+    results = Results({})
+    every = regret.Method(all_launches=True)
+    regret.run([Point(FAMILY, 8)], CPU, results, lambda text: None, every)
+    assert results.meta["notes"] == [
+        "rms_norm: no variant enumerates all its launches; candidates were the usual ones"
+    ]
+
+
+def test_programs_are_those_of_pick_rule_candidates_and_all_launches(
+    fake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unlisted(Enumerated):
+        """Its usual config is none of those that it thinks worth timing."""
+
+        def config(self, problem: Problem) -> Launch:
+            return Launch(512)
+
+    ways = [Unlisted("wide", [16, 64])]
+    fake(ways, lambda name, rows: 1.0)
+    usual = regret.programs([Point(FAMILY, 8)], CPU)
+    assert usual == ["program 512", "program 16", "program 64"]
+    every = regret.programs([Point(FAMILY, 8)], CPU, all_launches=True)
+    assert every == [*usual, "program 8"]
+    # By a table another launch is picked: the rule's is compiled as well.
+    monkeypatch.setattr(
+        "gristmill.bench.regret.suite.ranked",
+        lambda *_: [Choice(ways[0], Launch(32), "shipped table", "")],
+    )
+    assert regret.programs([Point(FAMILY, 8)], CPU) == ["program 32", *usual]
+
+
+def test_results_that_may_be_rounded_are_compared_row_by_row(fake: Any) -> None:
+    """Elements near zero are off by far more than the row: `loose` lets these through."""
+    ways = [Way("first"), Way("rounded", scale=1.05)]
+    fake(ways, lambda name, rows: 10.0)
+    args = FAMILY.arguments(8, CPU)
+    problem = FAMILY.op.problem(*args)
+    field = regret.field_of(FAMILY.op, problem, args, loose=0.08)
+    assert list(field.plans) == ["first", "rounded"]
+    assert regret.field_of(FAMILY.op, problem, args, loose=0.04).differing == ["rounded"]
+    assert regret.field_of(FAMILY.op, problem, args).differing == ["rounded"]
+    loose = {name: kind.loose for name, kind in KINDS.items() if kind.loose}
+    assert loose == {"nvfp4_linear_fp8": 0.08}
+
+
+def test_the_meta_says_how_problems_were_drawn_and_timed() -> None:
+    meta: dict[str, Any] = {}
+    regret.describe(meta, None, regret.Method())
+    assert meta["regret"] == {
+        "first_samples": 3,
+        "samples": 20,
+        "finalists": 8,
+        "all_launches": False,
+    }
+    regret.describe(meta, Sampling(seed=3), regret.Method())
+    regret.describe(meta, Sampling(seed=5, grid=True), regret.Method())
+    regret.describe(meta, None, regret.Method())  # problems by hand, into the same file
+    assert (meta["regret"]["seeds"], meta["regret"]["grid"]) == ([3, 5], True)
 
 
 def test_a_row_of_a_table_is_what_is_picked(fake: Any) -> None:
     ways = [Way("narrow"), Way("wide", [16, 64])]
     fake(ways, lambda name, rows: {"narrow": 9.0, "wide width=16": 8.0}.get(name, 7.0))
-    args = FAMILY.arguments(16, CPU)
-    problem = FAMILY.op.problem(*args)
-    tuned = tune("rms_norm", ways, problem, args, key=table_key(problem), thorough=True)
-    assert tuned.row.config == {"width": 64}
-    remember(device_of(CPU), [tuned.row], keep=False)
+    assert tuned_at(16, ways).config == {"width": 64}
     table, preference = regrets(16, 4096).rows
     assert (table["picked"], table["regret"]) == ("wide width=64", 0.0)
     assert table["source"] == "tuning of this process"
@@ -276,6 +459,24 @@ def test_everything_that_candidates_need_is_known_ahead(monkeypatch: pytest.Monk
     assert {program.source for program in own} == {"norm.cu"}
 
 
+def test_programs_of_drawn_problems_are_known_without_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Over meta tensors: what runs, what would run without tables, and the candidates of both."""
+    here = KNOWN["sm_90a"]
+    monkeypatch.setattr("gristmill.bench.regret.suite.device_of", lambda device: here)
+    for point in points("cuda", names=["nvfp4_linear", "nvfp4_linear_fp8"], quick=True)[::7]:
+        found = regret.programs([point], torch.device("cuda"))
+        op = point.family.op
+        problem = op.problem(*point.family.arguments(point.rows, "meta", here), device=here)
+        rule = by_heuristics(op.name, op.variants, problem)
+        assert rule is not None
+        (picked, *_) = ranked(op.name, op.variants, problem)
+        for choice in (rule, picked):
+            assert set(choice.variant.programs(problem, choice.config)) <= set(found)
+        assert len(found) > 5
+
+
 # The matrix
 
 
@@ -298,10 +499,7 @@ def test_a_matrix_has_what_each_hint_takes_and_what_is_chosen(fake: Any) -> None
     ways = [Way("wide", [256, 16, 64])]
     fake(ways, log_distance)
     for hint in (16, 64, 256):
-        args = FAMILY.arguments(hint, CPU)
-        problem = FAMILY.op.problem(*args)
-        tuned = tune("rms_norm", ways, problem, args, key=table_key(problem), thorough=True)
-        remember(device_of(CPU), [tuned.row], keep=False)
+        tuned_at(hint, ways)
     results = measured_matrix((16, 256), (16, 48, 64, 256))
     (cells,) = matrices(results)
     assert (cells.hints, cells.sizes) == ((16, 256), (16, 48, 64, 256))
@@ -370,10 +568,10 @@ def test_the_sizes_on_a_gpu() -> None:
     families: dict[Family, list[int]] = {}
     for point in found:
         families.setdefault(point.family, []).append(point.rows)
-    usual = {"linear_silu": PRODUCT_ROWS, "nvfp4_linear": DECODING_ROWS}
+    usual = {"linear_silu": PRODUCT_ROWS}
     for family, rows in families.items():
-        assert rows == list(usual.get(family.name, ROWS))
-    assert {1, 2, 4, 8, 16, 32, 64, 128, 256} < set(DECODING_ROWS)
+        if not family.kind.sampled:
+            assert rows == list(usual.get(family.name, ROWS))
     assert {2**power for power in range(17)} < set(ROWS)
     assert PRODUCT_ROWS[:3] == (64, 128, 192)
     assert PRODUCT_ROWS[-2:] == (3840, 4096)
@@ -382,7 +580,7 @@ def test_the_sizes_on_a_gpu() -> None:
     assert dims["rms_norm"] == [(1024,), (4096,), (8192,)]
     assert dims["cross_entropy_bwd"] == [(32768,), (128256,)]
     assert dims["linear_silu"] == [(4096, 4096), (14336, 4096)]
-    assert dims["nvfp4_linear"] == [(4096, 4096), (8192, 8192), (28672, 4096), (57344, 8192)]
+    assert dims["nvfp4_linear"] == dims["nvfp4_linear_fp8"] == [*NAMED_WEIGHTS, *Sampling().drawn()]
 
 
 def test_quick_and_a_cpu_have_fewer() -> None:

@@ -83,7 +83,8 @@ def _choice(row: Row) -> list[str]:
 def _regret(row: Row) -> list[str]:
     if row["suite"] == "matrix":  # all sizes of an op come together
         return _choice(row)
-    return ["--op", str(row["op"]), "--shape", _shape(row), *_dtype(row)]
+    every = ["--all-launches"] if row.get("launches") == "all" else []
+    return ["--op", str(row["op"]), "--shape", _shape(row), *_dtype(row), *every]
 
 
 def _served(row: Row) -> list[str]:

@@ -21,6 +21,7 @@ from gristmill.bench.environment import describe
 from gristmill.bench.progress import progress
 from gristmill.bench.regret import families, matrix
 from gristmill.bench.regret import suite as regret
+from gristmill.bench.regret.report import failed_goals
 from gristmill.bench.report import markdown, print_results
 from gristmill.bench.results import Results, Row, is_ours
 from gristmill.bench.suites import Task
@@ -46,7 +47,12 @@ def run(options: Options) -> None:
         results = _measured(plan_of(options), options, out)
     print_results(results, out)
     _write(results, options, out)
-    if any(_is_ours(row) for row in results.failures()):
+    failed = any(_is_ours(row) for row in results.failures())
+    if options.check:
+        for reason in (reasons := failed_goals(results)):
+            typer.echo(f"check: {reason}", err=True)
+        failed = failed or bool(reasons)
+    if failed:
         raise typer.Exit(FAILURE)
 
 
@@ -187,7 +193,9 @@ def _measure_costs(plan: Plan, results: Results, options: Options, out: Console)
 def _measure_regret(plan: Plan, results: Results, options: Options, out: Console) -> None:
     if regret.SUITE not in plan.others:
         return
-    points = regret.todo(plan.points, results)
+    sampled = families.sampled(plan.points) and plan.device.type == "cuda" and not plan.shapes
+    regret.describe(results.meta, plan.sample if sampled else None, plan.method)
+    points = regret.todo(plan.points, results, plan.method)
     grids = matrix.todo(plan.grids, results)
     if points or grids:
         _measure_points(plan, points, grids, results, options, out)
@@ -207,9 +215,13 @@ def _measure_points(
     sizes = [
         families.Point(grid.family, rows) for grid in grids for rows in (*grid.hints, *grid.sizes)
     ]
-    _compile(regret.programs([*points, *sizes], device), device, out, options.jobs)
+    found = [
+        *regret.programs(points, device, all_launches=plan.method.all_launches),
+        *regret.programs(sizes, device),
+    ]
+    _compile(list(dict.fromkeys(found)), device, out, options.jobs)
     with progress(out, len(points)) as advance:
-        regret.run(points, device, results, advance)
+        regret.run(points, device, results, advance, plan.method)
     with progress(out, matrix.steps(grids)) as advance:
         samples = options.samples or matrix.SAMPLES
         matrix.run(grids, device, results, advance, samples=samples)

@@ -16,7 +16,7 @@ from gristmill.errors import ArgumentError
 
 _DEFAULT, _COMPARE = "run", "compare"
 # What may stand beside --read: where to write what it shows.
-_SHOWING = {"read", "json", "markdown", "plots", "output", "report"}
+_SHOWING = {"read", "json", "markdown", "plots", "output", "report", "check"}
 
 
 class _Group(TyperGroup):
@@ -69,6 +69,7 @@ def _refuse_choices(context: typer.Context) -> None:
     "`gristmill bench vllm --models llama-8b --batches 1,16 --impls bf16,nvfp4_gristmill_norms`; "
     "`gristmill bench transformers --op training --impls eager,patched`; "
     "`gristmill bench host_cost cold_start`; "
+    "`gristmill bench regret --op nvfp4_linear --seed 7 --grid --check`; "
     "`gristmill bench --read a.json --read b.json --report page`; "
     "`gristmill bench compare old.json new.json`",
 )
@@ -156,6 +157,45 @@ def bench(
         ),
     ] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Samples per timing.")] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Of regret: the seed by which NVFP4 problems are drawn; by default 0."
+        ),
+    ] = None,
+    sizes: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=200, help="Of regret: row counts drawn for each weight; by default 8."
+        ),
+    ] = None,
+    weights: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=1000, help="Of regret: weights drawn beside the named ones; by default 8."
+        ),
+    ] = None,
+    grid: Annotated[
+        bool,
+        typer.Option(
+            "--grid",
+            help="Of regret: measure each weight at a fixed grid of row counts as well: 1, 2, 4, 8 "
+            "to 512 by 8, 768, 1024, 2048, 4096.",
+        ),
+    ] = False,
+    all_launches: Annotated[
+        bool,
+        typer.Option(
+            "--all-launches",
+            help="Of regret: compare with every launch that a variant enumerates, where it can.",
+        ),
+    ] = False,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check", help="Exit code 1 if a goal of regret is not met, or nothing was judged."
+        ),
+    ] = False,
     device: Device = None,
     jobs: Annotated[
         int,
@@ -224,6 +264,12 @@ def bench(
             implementations=_listed(impls),
             peers=None if peers is None else _listed(peers),
             samples=samples,
+            seed=seed,
+            sizes=sizes,
+            weights=weights,
+            grid=grid,
+            all_launches=all_launches,
+            check=check,
             device=device,
             json=json or (folder and folder / "results.json"),
             markdown=markdown or (folder and folder / "results.md"),

@@ -20,6 +20,7 @@ from gristmill.bench.hugging_face import suite as hugging_face
 from gristmill.bench.peers import Peer, choose
 from gristmill.bench.regret import families, matrix
 from gristmill.bench.regret import suite as regret
+from gristmill.bench.regret.sampling import QUICK, Sampling
 from gristmill.bench.shapes import Shape
 from gristmill.bench.suites import KERNEL_SUITES, KINDS, SUITES, Task, known, layers_of, tasks
 from gristmill.cli.common import parse_dtype, parse_shape, torch_device
@@ -48,6 +49,12 @@ class Options:
     implementations: Sequence[str]
     peers: Sequence[str] | None
     samples: int | None
+    seed: int | None
+    sizes: int | None
+    weights: int | None
+    grid: bool
+    all_launches: bool
+    check: bool
     device: str | None
     json: Path | None
     markdown: Path | None
@@ -78,6 +85,8 @@ class Plan:
     names: dict[str, list[str]]
     points: Sequence[families.Point]
     grids: Sequence[matrix.Matrix]
+    sample: Sampling = field(default_factory=Sampling)
+    method: regret.Method = field(default_factory=regret.Method)
     whole: whole_models.Chosen = field(default_factory=whole_models.Chosen)
     chosen: str = ""
 
@@ -107,11 +116,12 @@ def plan_of(options: Options) -> Plan:
     found, notes, peers, missing = _kernel_tasks(suites, options, device, dtypes, shapes, whole)
     points: list[families.Point] = []
     grids: list[matrix.Matrix] = []
+    sample, method = _sampling(options, suites)
     if regret.SUITE in names:
-        points, grids = _regret(names[regret.SUITE], options, device, dtypes, shapes)
+        points, grids = _regret(names[regret.SUITE], options, device, dtypes, shapes, sample)
     return Plan(
         *(device, suites, dtypes, shapes, found, peers, missing, notes, names),
-        *(points, grids, whole, _chosen(options)),
+        *(points, grids, sample, method, whole, _chosen(options)),
     )
 
 
@@ -184,10 +194,11 @@ def _regret(
     device: torch.device,
     dtypes: Sequence[str],
     shapes: Sequence[Shape],
+    sample: Sampling,
 ) -> tuple[list[families.Point], list[matrix.Matrix]]:
     """What the suite `regret` is to measure; shapes given by hand leave out the matrices."""
     points = families.points(
-        device.type, quick=options.quick, names=names, shapes=shapes, dtypes=dtypes
+        device.type, quick=options.quick, names=names, shapes=shapes, dtypes=dtypes, sample=sample
     )
     if shapes:
         return points, []
@@ -196,6 +207,25 @@ def _regret(
         for dtype in dtypes or ("bfloat16",)
         for one in matrix.matrices(device.type, quick=options.quick, names=names, dtype=dtype)
     ]
+
+
+def _sampling(options: Options, suites: Sequence[str]) -> tuple[Sampling, regret.Method]:
+    """How the suite `regret` draws its problems, and how it measures them."""
+    usual = QUICK if options.quick else Sampling()
+    sample = Sampling(
+        seed=usual.seed if options.seed is None else options.seed,
+        sizes=usual.sizes if options.sizes is None else options.sizes,
+        weights=usual.weights if options.weights is None else options.weights,
+        grid=options.grid,
+    )
+    given = (options.seed, options.sizes, options.weights)
+    chosen = options.grid or options.all_launches or any(one is not None for one in given)
+    if chosen and regret.SUITE not in suites:
+        raise ArgumentError(
+            "seed, sizes, weights, grid and all-launches choose what the suite regret measures: "
+            "name that suite"
+        )
+    return sample, regret.Method(options.samples or regret.SAMPLES, options.all_launches)
 
 
 def _filters(options: Options) -> whole_models.Filters:
@@ -216,6 +246,10 @@ def _chosen(options: Options) -> str:
         ("--impls", options.implementations),
     ):
         words += [f"{name} {value}" for value in values]
+    for name, value in (("--seed", options.seed), ("--sizes", options.sizes)):
+        words += [] if value is None else [f"{name} {value}"]
+    words += [] if options.weights is None else [f"--weights {options.weights}"]
+    words += ["--grid"] * options.grid + ["--all-launches"] * options.all_launches
     return " ".join(words)
 
 

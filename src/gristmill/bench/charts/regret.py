@@ -11,10 +11,11 @@ from gristmill.bench.charts.plot import Area, Look, grid, percent, section, seri
 from gristmill.bench.charts.scales import Linear, Log
 from gristmill.bench.charts.text import apart, width
 from gristmill.bench.charts.theme import HEATS, Styles
+from gristmill.bench.regret.families import KINDS, goals_of
+from gristmill.bench.regret.goals import group_name, groups, is_tabled, limits
 from gristmill.bench.regret.matrix import CHOSEN
 from gristmill.bench.regret.report import Cells
-from gristmill.bench.regret.suite import MEAN_GOAL, WORST_GOAL
-from gristmill.bench.results import OURS, Row, microseconds
+from gristmill.bench.results import OURS, Row, label, microseconds
 
 REGRET_NOTE = (
     "Regret: how much longer what is picked takes than the best candidate there is, over rows. "
@@ -33,49 +34,88 @@ _CELL, _CELL_HEIGHT, _LINES = 34.0, 22.0, 88.0
 def draw_regret(
     lines: Mapping[str, Mapping[int, Row]], styles: Styles
 ) -> Callable[[Canvas, float], float]:
-    """`lines`: for each family, rows by M; a row without a regret was not judged."""
-    every = [row["regret"] for of_size in lines.values() for row in of_size.values() if _has(row)]
-    highest = max([1.25 * WORST_GOAL, *(1.2 * regret for regret in every)])
+    """`lines`: for each family, rows by M; a row without a regret was not judged.
+
+    A panel for each family; of an op whose weights are drawn, one for all that are in the table and
+    one for the others.
+    """
+    panels = _panels(lines)
+    every = [row for rows in panels.values() for row in rows]
+    largest = max(_limits(row)[1] for row in every)
+    highest = max([1.25 * largest, *(1.2 * row["regret"] for row in every if _has(row))])
     scale = Linear(0.0, highest, _HEIGHT, 0.0)
 
     def paint(canvas: Canvas, top: float) -> float:
-        goals = f"goals: {MEAN_GOAL:.0%} on average, {WORST_GOAL:.0%} at worst"
-        top = legend(canvas, top, [Entry(OURS, styles[OURS]), Entry(goals, kind="goal")])
+        goals = [Entry(text, kind="goal") for text in _goals(panels)]
+        top = legend(canvas, top, [Entry(OURS, styles[OURS]), *goals])
         top = section(canvas, top, "Regret over rows", "lower is better")
         look = Look(_HEIGHT, 16, scale, scale.ticks(5), percent)
         return side_by_side(
-            canvas, top, lines, look, lambda of_size, area: _line(canvas, area, of_size, highest)
+            canvas, top, panels, look, lambda rows, area: _panel(canvas, area, rows, highest)
         )
 
-    def _line(canvas: Canvas, area: Area, of_size: Mapping[int, Row], highest: float) -> None:
+    def _panel(canvas: Canvas, area: Area, rows: Sequence[Row], highest: float) -> None:
         y = Linear(0.0, highest, area.bottom, area.top)
         grid(canvas, area, y, y.ticks(5)[1:])
-        for goal in (MEAN_GOAL, WORST_GOAL):
+        for goal in _limits(rows[0]):
             canvas.line((area.left, y(goal)), (area.right, y(goal)), "goal")
-        sizes = sorted(of_size)
+        sizes = sorted({int(row["M"]) for row in rows})
         x = _sizes(sizes, area)
         points: list[Point | None] = [
-            (x(size), y(of_size[size]["regret"])) if _has(of_size[size]) else None for size in sizes
+            (x(row["M"]), y(row["regret"])) if _has(row) else None for row in rows
         ]
-        for size in sizes:
-            if not _has(of_size[size]):
-                title = f"{size} rows: not judged, at least {_told(of_size[size])}"
-                canvas.miss((x(size), area.bottom - 5), styles[OURS], title=title)
+        for row in rows:
+            if not _has(row):
+                title = f"{row['M']} rows: not judged, at least {_told(row)}"
+                canvas.miss((x(row["M"]), area.bottom - 5), styles[OURS], title=title)
+        apart_by_weight = _is_sampled(rows[0])
         series(
             canvas,
             [OURS],
             styles,
             lambda _: points,
             # Of the many that are small the axis says enough.
-            lambda _, index: _tip(of_size[sizes[index]]),
-            size=3.4,
+            lambda _, index: _tip(rows[index]),
+            joined=not apart_by_weight,
+            size=2.0 if apart_by_weight else 3.4,
         )
-        _peak(canvas, area, {size: of_size[size] for size in sizes if _has(of_size[size])}, x, y)
+        _peak(canvas, area, [row for row in rows if _has(row)], x, y)
         texts = [f"{size}" for size in sizes]
         for index in apart([x(size) for size in sizes], texts, TEXT, 7):
             canvas.text(x(sizes[index]), area.bottom + 14, texts[index], anchor="middle")
 
     return paint
+
+
+def _panels(lines: Mapping[str, Mapping[int, Row]]) -> dict[str, list[Row]]:
+    """The rows of each panel, ascending by M."""
+    panels: dict[str, list[Row]] = {}
+    for name, of_size in lines.items():
+        for size in sorted(of_size):
+            row = of_size[size]
+            tabled = "in the table" if is_tabled(row) else "not in the table"
+            panels.setdefault(f"weights {tabled}" if _is_sampled(row) else name, []).append(row)
+    return {name: sorted(rows, key=lambda row: int(row["M"])) for name, rows in panels.items()}
+
+
+def _is_sampled(row: Row) -> bool:
+    return row["op"] in KINDS and KINDS[row["op"]].sampled
+
+
+def _limits(row: Row) -> tuple[float, float]:
+    """The mean and the worst regret allowed to the family of a row."""
+    return limits(goals_of(row["op"]), row)
+
+
+def _goals(panels: Mapping[str, Sequence[Row]]) -> list[str]:
+    """The goals of the panels, each once: in the table and outside of it they may differ."""
+    told: dict[str, None] = {}
+    for rows in panels.values():
+        apart_by_table = len(groups(goals_of(rows[0]["op"]))) > 1
+        group = group_name(is_tabled(rows[0]) if apart_by_table else None)
+        mean, worst = (f"{100 * limit:g}%" for limit in _limits(rows[0]))
+        told[f"goals{group}: {mean} on average, {worst} at worst"] = None
+    return list(told)
 
 
 def _sizes(sizes: Sequence[int], area: Area) -> Log | Linear:
@@ -85,14 +125,15 @@ def _sizes(sizes: Sequence[int], area: Area) -> Log | Linear:
     return Log(sizes[0], sizes[-1], area.left + inset, area.right - inset)
 
 
-def _peak(canvas: Canvas, area: Area, rows: Mapping[int, Row], x: Log | Linear, y: Linear) -> None:
+def _peak(canvas: Canvas, area: Area, rows: Sequence[Row], x: Log | Linear, y: Linear) -> None:
     if not rows:
         return
-    worst = max(rows, key=lambda size: float(rows[size]["regret"]))
-    text = f"{100 * rows[worst]['regret']:.1f}% at {worst}"
+    worst = max(rows, key=lambda row: float(row["regret"]))
+    size = worst["M"]
+    text = f"{100 * worst['regret']:.1f}% at {label(worst) if _is_sampled(worst) else size}"
     half = width(text, SMALL) / 2
-    place = min(max(x(worst), area.left + half), area.right - half)
-    canvas.text(place, y(rows[worst]["regret"]) - 8, text, size=SMALL, anchor="middle", kind="halo")
+    place = min(max(x(size), area.left + half), area.right - half)
+    canvas.text(place, y(worst["regret"]) - 8, text, size=SMALL, anchor="middle", kind="halo")
 
 
 def _has(row: Row) -> bool:
@@ -100,7 +141,8 @@ def _has(row: Row) -> bool:
 
 
 def _tip(row: Row) -> str:
-    return f"{row['M']} rows: {_told(row)}" if row["regret"] > MEAN_GOAL else ""
+    about = label(row) if _is_sampled(row) else f"{row['M']} rows"
+    return f"{about}: {_told(row)}" if row["regret"] > _limits(row)[0] else ""
 
 
 def _told(row: Row) -> str:
@@ -108,7 +150,7 @@ def _told(row: Row) -> str:
     regret = float(row.get("regret") or row.get("regret_at_least") or 0.0)
     text = f"{100 * regret:.1f}%"
     picked, best = (str(row.get(key, "")).partition(" ")[0] for key in ("picked", "best"))
-    return text if regret <= MEAN_GOAL or picked == best else f"{text}: {picked}, not {best}"
+    return text if regret <= _limits(row)[0] or picked == best else f"{text}: {picked}, not {best}"
 
 
 def draw_matrix(cells: Cells) -> Callable[[Canvas, float], float]:

@@ -6,14 +6,16 @@ A choice is made from the rows, so what it costs to choose wrongly is seen along
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from gristmill.bench.inputs import Arguments, dtype_of
-from gristmill.bench.layers import FEW
+from gristmill.bench.regret import sampling
+from gristmill.bench.regret.goals import DEFAULT_GOALS, NVFP4_GOALS, Goal
+from gristmill.bench.regret.sampling import Sampling
 from gristmill.bench.shapes import Shape
 from gristmill.bench.suites import DTYPES, known, written
 from gristmill.ops.op import Op
@@ -26,9 +28,6 @@ QUICK_ROWS = (1, 3, 32, 100, 700, 4096, 20000)
 # A product's tiles cut its rows: the steps are finer where one more tile is a larger part.
 PRODUCT_ROWS = (*range(64, 1024, 64), *range(1024, 4097, 256))
 QUICK_PRODUCT_ROWS = (64, 192, 448, 1024, 2304, 4096)
-# With weights of four bits decoding counts, and there a token more or less.
-DECODING_ROWS = (1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
-QUICK_DECODING_ROWS = (1, 8, 16, 24, 64, 128, 256, 1024)
 # A CPU has two variants, and what they take says nothing about a GPU: it shows that all runs.
 CPU_ROWS = (4, 64)
 
@@ -37,7 +36,8 @@ CPU_ROWS = (4, 64)
 class Kind:
     """An op with its options, and the sizes that stay while the rows change: N, or N and K.
 
-    `decoding`: of products, those that are met at few rows, too.
+    `sampled`: row counts, and weights beside those of `dims`, are drawn at random. `loose`:
+    variants may round inputs, so results are compared row by row, to this relative error.
     """
 
     op: str
@@ -45,7 +45,9 @@ class Kind:
     quick: tuple[tuple[int, ...], ...]
     cpu: tuple[tuple[int, ...], ...]
     options: tuple[tuple[str, Any], ...] = ()
-    decoding: bool = False
+    goals: tuple[Goal, ...] = DEFAULT_GOALS
+    sampled: bool = False
+    loose: float | None = None
 
     @property
     def product(self) -> bool:
@@ -54,8 +56,6 @@ class Kind:
     def rows(self, device_type: str, *, quick: bool) -> tuple[int, ...]:
         if device_type != "cuda":
             return CPU_ROWS
-        if self.decoding:
-            return QUICK_DECODING_ROWS if quick else DECODING_ROWS
         if self.product:
             return QUICK_PRODUCT_ROWS if quick else PRODUCT_ROWS
         return QUICK_ROWS if quick else ROWS
@@ -65,9 +65,29 @@ class Kind:
             return self.cpu
         return self.quick if quick else self.dims
 
+    def problems(
+        self, device_type: str, *, quick: bool, sample: Sampling
+    ) -> Iterator[tuple[tuple[int, ...], int]]:
+        """Every problem to measure, as its dims and its rows."""
+        sizes, sampled = (
+            self.sizes(device_type, quick=quick),
+            device_type == "cuda" and self.sampled,
+        )
+        if sampled:
+            sizes = (*sizes, *sample.drawn())
+        for dims in sizes:
+            rows = sample.rows(dims) if sampled else self.rows(device_type, quick=quick)
+            yield from ((dims, size) for size in rows)
+
 
 def _rows(op: str) -> Kind:
     return Kind(op, ((1024,), (4096,), (8192,)), ((4096,),), ((256,),))
+
+
+def _nvfp4(**more: Any) -> Kind:
+    cpu = ((128, 256),)
+    weights, quick = sampling.NAMED_WEIGHTS, sampling.QUICK_WEIGHTS
+    return Kind("nvfp4_linear", weights, quick, cpu, goals=NVFP4_GOALS, sampled=True, **more)
 
 
 def _loss(op: str) -> Kind:
@@ -92,10 +112,15 @@ KINDS: dict[str, Kind] = {
         ((128, 256),),
         (("activation", "silu"),),
     ),
-    "nvfp4_linear": Kind(
-        "nvfp4_linear", FEW, ((4096, 4096), (8192, 8192)), ((128, 256),), decoding=True
-    ),
+    "nvfp4_linear": _nvfp4(),
+    # Two results, each with inputs rounded to E4M3, differ by 5% of their size.
+    "nvfp4_linear_fp8": _nvfp4(options=(("act", "fp8"),), loose=0.08),
 }
+
+
+def goals_of(name: str) -> tuple[Goal, ...]:
+    """The goals of a kind, by its name in results; of one that is not known, the default."""
+    return KINDS[name].goals if name in KINDS else DEFAULT_GOALS
 
 
 @dataclass(frozen=True)
@@ -107,8 +132,12 @@ class Family:
     dtype: str
 
     @property
+    def kind(self) -> Kind:
+        return KINDS[self.name]
+
+    @property
     def op(self) -> Op:
-        return OPS[KINDS[self.name].op]
+        return OPS[self.kind.op]
 
     def arguments(
         self, rows: int, device: torch.device | str, target: Device | None = None
@@ -121,7 +150,7 @@ class Family:
         with torch.random.fork_rng(devices=[torch.device(device)] if cuda else []):
             torch.manual_seed(20)
             shape, dtype = (rows, *self.dims), dtype_of(self.dtype)
-            options = dict(KINDS[self.name].options)
+            options = dict(self.kind.options)
             return self.op.example_with(options, shape, dtype, device, target)
 
     def problem(self, rows: int) -> dict[str, Any]:
@@ -158,8 +187,11 @@ def points(
     names: Sequence[str] = (),
     shapes: Sequence[Shape] = (),
     dtypes: Sequence[str] = (),
+    sample: Sampling | None = None,
 ) -> list[Point]:
     """The problems to measure; an empty filter means everything there is.
+
+    `sample`: what is drawn for the kinds that are `sampled`; None: the default of the run.
 
     Of `shapes` those of three numbers are MxNxK for products, and rows of all leading dims for the
     others; for products two numbers are MxK, with N = K.
@@ -173,10 +205,17 @@ def points(
                 sizes = [_named(shape, product=kind.product) for shape in shapes]
                 found += [Point(Family(name, dims, dtype), rows) for rows, dims in sizes]
                 continue
-            for dims in kind.sizes(device_type, quick=quick):
-                family = Family(name, dims, dtype)
-                found += [Point(family, rows) for rows in kind.rows(device_type, quick=quick)]
+            drawn = sample or (sampling.QUICK if quick else Sampling())
+            found += [
+                Point(Family(name, dims, dtype), rows)
+                for dims, rows in kind.problems(device_type, quick=quick, sample=drawn)
+            ]
     return found
+
+
+def sampled(points: Sequence[Point]) -> bool:
+    """Whether some of the problems are of a kind whose problems are drawn."""
+    return any(point.family.kind.sampled for point in points)
 
 
 def _named(shape: Shape, *, product: bool) -> tuple[int, tuple[int, ...]]:

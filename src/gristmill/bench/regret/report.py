@@ -10,14 +10,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gristmill.bench.commands import command_of
+from gristmill.bench.regret.families import KINDS, goals_of
+from gristmill.bench.regret.goals import (
+    MEAN,
+    OVER_RULE,
+    RULE_GOAL,
+    Outcome,
+    group_name,
+    groups,
+    is_tabled,
+    outcome,
+    over_rule,
+)
 from gristmill.bench.regret.matrix import CHOSEN
-from gristmill.bench.regret.suite import MEAN_GOAL, WORST_GOAL
 from gristmill.bench.results import Results, Row, label, microseconds
 
 Grid = tuple[list[str], list[list[str]]]
 
-# So many of the worst problems are listed one by one.
-_LISTED = 12
+# So many of the worst problems are listed one by one; of each group of a sampled op fewer.
+_LISTED, _LISTED_OF_GROUP = 12, 8
 # More columns than this do not fit a terminal.
 _MOST_SHOWN = 20
 
@@ -40,12 +52,6 @@ class Summary:
     mean: float
     p95: float
     worst: Row
-    above_mean_goal: int
-    above_worst_goal: int
-
-    @property
-    def good(self) -> bool:
-        return self.mean <= MEAN_GOAL and self.worst["regret"] <= WORST_GOAL
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,7 @@ class Cells:
 def sections(results: Results) -> list[Section]:
     """The tables of these suites, as far as there are rows of them."""
     return [
-        *_regret(measured(results), unjudged(results)),
+        *_regret(results),
         *(_matrix(cells) for cells in matrices(results)),
         *_choice([row for row in results.rows if row.get("suite") == "choice"]),
     ]
@@ -117,38 +123,62 @@ def summarised(rows: Sequence[Row]) -> Summary:
         mean=sum(regrets) / len(regrets),
         p95=regrets[math.ceil(0.95 * len(regrets)) - 1],
         worst=max(rows, key=lambda row: float(row["regret"])),
-        above_mean_goal=sum(regret > MEAN_GOAL for regret in regrets),
-        above_worst_goal=sum(regret > WORST_GOAL for regret in regrets),
     )
 
 
-def verdict(what: str, rows: Sequence[Row], left: Sequence[Row] = ()) -> str:
-    """One line on the problems in `rows`, if there are any, and on those that are not judged."""
-    parts = []
-    if rows:
-        summary = summarised(rows)
-        worst = f"{summary.worst['op']} {label(summary.worst)}"
-        held = "within" if summary.good else "NOT within"
-        parts.append(
-            f"regret of {_problems(rows)}: mean {percent(summary.mean)}, worst "
-            f"{percent(summary.worst['regret'])} ({worst}): {held} {MEAN_GOAL:.0%} on average and "
-            f"{WORST_GOAL:.0%} at worst"
-        )
-    if left:
-        names = ", ".join(
-            f"{row['op']} {label(row)} (at least {percent(row['regret_at_least'])})"
-            for row in left[:_LISTED]
-        )
-        more = f" and {len(left) - _LISTED} more" if len(left) > _LISTED else ""
-        parts.append(
-            f"{_problems(left)} NOT judged, as a rival's result is not that of the pick: "
-            f"{names}{more}"
-        )
-    return f"{what}: {'; '.join(parts)}"
+def outcomes(results: Results) -> list[Outcome]:
+    """What each goal has come to, op by op, of the ops that have rows."""
+    rows = measured(results)
+    return [
+        outcome(op, goal, [row for row in rows if row["op"] == op])
+        for op in dict.fromkeys(row["op"] for row in [*rows, *unjudged(results)])
+        for goal in goals_of(op)
+    ]
 
 
-def _problems(rows: Sequence[Row]) -> str:
-    return "1 problem" if len(rows) == 1 else f"{len(rows)} problems"
+def failed_goals(results: Results) -> list[str]:
+    """Why a run does not pass: goals that are not met, problems without a regret, no rows at all.
+
+    Rows of failed problems are among the failures of any suite.
+    """
+    reasons = [told(one) for one in outcomes(results) if not one.met]
+    if left := unjudged(results):
+        reasons.append(not_judged(left))
+    if not measured(results):
+        reasons.append("regret: nothing was measured")
+    return reasons
+
+
+def told(one: Outcome) -> str:
+    """One goal in a line, with the problem that is worst by it."""
+    name = f"{one.op}{group_name(one.goal.tabled)}: {one.goal.what}"
+    if one.reached is None or one.worst is None:
+        return f"{name}: no problems"
+    held = "met" if one.met else "NOT met"
+    at = label(one.worst)
+    if one.goal.what == MEAN:
+        at = f"worst {percent(one.goal.value(one.worst))} at {at}"
+    return (
+        f"{name} {percent(one.reached)} over {_problems(one.count)}, goal "
+        f"{percent(one.goal.limit)}: {held} ({at})"
+    )
+
+
+def not_judged(left: Sequence[Row]) -> str:
+    """One line on the problems where a rival's result is not that of the pick."""
+    names = ", ".join(
+        f"{row['op']} {label(row)} (at least {percent(row['regret_at_least'])})"
+        for row in left[:_LISTED]
+    )
+    more = f" and {len(left) - _LISTED} more" if len(left) > _LISTED else ""
+    return (
+        f"{_problems(len(left))} NOT judged, as a rival's result is not that of the pick: "
+        f"{names}{more}"
+    )
+
+
+def _problems(count: int) -> str:
+    return "1 problem" if count == 1 else f"{count} problems"
 
 
 def percent(part: float) -> str:
@@ -211,58 +241,128 @@ def _geometric(ratios: Any) -> float:
     return math.exp(sum(logs) / len(logs))
 
 
-def _regret(rows: list[Row], left: list[Row]) -> list[Section]:
+def _regret(results: Results) -> list[Section]:
+    rows, left = measured(results), unjudged(results)
     every = [*rows, *left]
     if not every:
         return []
-    header = ["op", "problems", "mean", "p95", "worst", "above 3%", "above 10%", "worst problem"]
+    device = results.meta.get("device")
+    return [
+        _summary(results, rows, left),
+        _goals(results, left),
+        *_largest(rows, device),
+        *_slower_than_rule(rows, device),
+        *_every_problem(every),
+        *_by_rows([row for row in every if not _is_sampled(row)]),
+    ]
+
+
+def _summary(results: Results, rows: Sequence[Row], left: Sequence[Row]) -> Section:
+    every = [*rows, *left]
+    ruled = any(over_rule(row) is not None for row in rows)
+    beside = ["rule: mean", "rule: worst", "pick over rule: mean", "worst"] if ruled else []
+    header = ["op", "problems", "mean", "p95", "worst", *beside, "worst problem"]
     body = []
     for op in dict.fromkeys(row["op"] for row in every):
-        of_op = [row for row in rows if row["op"] == op]
-        if not of_op:
-            body.append([op, "0", *["–"] * 5, "NOT judged"])
-            continue
-        summary = summarised(of_op)
-        worst = summary.worst["regret"]
-        body.append(
-            [
-                op,
-                str(summary.count),
-                *map(percent, (summary.mean, summary.p95, worst)),
-                str(summary.above_mean_goal),
-                str(summary.above_worst_goal),
-                label(summary.worst),
+        for tabled in groups(goals_of(op)):
+            name = f"{op}{group_name(tabled)}"
+            in_group = [
+                row for row in every if row["op"] == op and tabled in (None, is_tabled(row))
             ]
-        )
-    lines = []
-    for what, is_product in (("products", True), ("row ops", False)):
-        judged, not_judged = (
-            [row for row in those if (row["K"] is not None) == is_product] for those in (rows, left)
-        )
-        if judged or not_judged:
-            lines.append(verdict(what, judged, not_judged))
-    title = "regret: how much longer what is picked takes than the best there is"
+            known = [row for row in in_group if "regret" in row]
+            if known:
+                summary = summarised(known)
+                times = map(percent, (summary.mean, summary.p95, summary.worst["regret"]))
+                rule = _beside_rule(known) if ruled else []
+                body.append([name, str(summary.count), *times, *rule, label(summary.worst)])
+            elif in_group:
+                body.append([name, "0", *["–"] * (3 + len(beside)), "NOT judged"])
     sources: dict[str, int] = {}
     for row in every:
         sources[row["source"]] = sources.get(row["source"], 0) + 1
     picks = ", ".join(f"{source} {count}" for source, count in sources.items())
-    lines.append(f"picked by: {picks}")
-    return [
-        Section(title, (header, body), lines),
-        *_largest(rows),
-        *_by_rows(every),
+    title = "regret: how much longer what is picked takes than the best there is"
+    return Section(title, (header, body), [f"picked by: {picks}", *_drawn(results)])
+
+
+def _beside_rule(rows: Sequence[Row]) -> list[str]:
+    """The regret of the rule, and the pick's time over the rule's: mean and worst of each."""
+    ruled = [row for row in rows if over_rule(row) is not None]
+    if not ruled:
+        return ["–"] * 4
+    cells = []
+    for values in (
+        [float(row["rule_us"]) / float(row["best_us"]) - 1 for row in ruled],
+        [over_rule(row) or 0.0 for row in ruled],
+    ):
+        cells += [percent(sum(values) / len(values)), percent(max(values))]
+    return cells
+
+
+def _drawn(results: Results) -> list[str]:
+    """How the problems of sampled kinds were drawn, and how everything was timed."""
+    about = results.meta.get("regret")
+    if not about:
+        return []
+    launches = "every launch that is enumerated" if about["all_launches"] else "the usual ones"
+    lines = [
+        f"candidates: {launches}, {about['first_samples']} samples each; then the "
+        f"{about['finalists']} fastest, the pick and the rule, {about['samples']} samples each"
     ]
+    if "seeds" in about:
+        seeds = ", ".join(map(str, about["seeds"]))
+        grid = ", and those of the grid" if about["grid"] else ""
+        lines.append(
+            f"NVFP4 problems drawn with seed {seeds}: {about['sizes']} row counts for each weight"
+            f"{grid}, and {about['weights']} weights beside the named ones"
+        )
+    return lines
 
 
-def _largest(rows: Sequence[Row]) -> list[Section]:
-    header = ["problem", "regret", "picked µs", "best µs", "spreads", "source", "picked", "best"]
+def _goals(results: Results, left: Sequence[Row]) -> Section:
+    header = ["what", "goal", "reached", "met", "problems", "worst problem"]
+    body, found = [], outcomes(results)
+    for one in found:
+        name = f"{one.op}: {one.goal}"
+        if one.reached is None or one.worst is None:
+            body.append([name, percent(one.goal.limit), "–", "", "0", ""])
+        else:
+            held = "yes" if one.met else "NO"
+            reached = [percent(one.goal.limit), percent(one.reached), held]
+            body.append([name, *reached, str(one.count), label(one.worst)])
+    judged = [one for one in found if one.reached is not None]
+    failed = [one for one in judged if not one.met]
+    lines = [f"goals of regret: {len(judged) - len(failed)} of {len(judged)} met"] * bool(judged)
+    lines += [told(one) for one in failed]
+    lines += [not_judged(left)] if left else []
+    return Section("regret: goals", (header, body), lines)
+
+
+def _largest(rows: Sequence[Row], device: str | None) -> list[Section]:
+    """The largest regrets: of each group of a sampled op, and of all other ops together."""
+    title = "the largest regrets"
+    found = []
+    for op in dict.fromkeys(row["op"] for row in rows if _is_sampled(row)):
+        for tabled in groups(goals_of(op)):
+            some = [row for row in rows if row["op"] == op and tabled in (None, is_tabled(row))]
+            found += _worst(f"{title}: {op}{group_name(tabled)}", some, device, _LISTED_OF_GROUP)
+    return [*found, *_worst(title, [row for row in rows if not _is_sampled(row)], device)]
+
+
+def _worst(
+    title: str, rows: Sequence[Row], device: str | None, count: int = _LISTED
+) -> list[Section]:
     worst = [row for row in rows if row["regret"] > 0]
-    worst = sorted(worst, key=lambda row: -float(row["regret"]))[:_LISTED]
+    worst = sorted(worst, key=lambda row: -float(row["regret"]))[:count]
+    ruled = any(over_rule(row) is not None for row in worst)
+    times = ["picked µs", *(["rule µs"] if ruled else []), "best µs"]
+    header = ["problem", "regret", *times, "spreads", "source", "picked", "best"]
     body = [
         [
             f"{row['op']} {label(row)}",
             percent(row["regret"]),
             microseconds(row["picked_us"]),
+            *([_time(row, "rule_us")] if ruled else []),
             microseconds(row["best_us"]),
             f"{row['picked_spread_us']:.2f}, {row['best_spread_us']:.2f}",
             row["source"],
@@ -270,7 +370,79 @@ def _largest(rows: Sequence[Row]) -> list[Section]:
         ]
         for row in worst
     ]
-    return [Section("the largest regrets", (header, body))] if body else []
+    return [Section(title, (header, body), _commands(worst, device))] if body else []
+
+
+def _time(row: Row, key: str) -> str:
+    return "–" if row.get(key) is None else microseconds(row[key])
+
+
+def _slower_than_rule(rows: Sequence[Row], device: str | None) -> list[Section]:
+    """The picks that take longer than the rule's launch by more than their op's goal."""
+    found = []
+    for row in rows:
+        goals = [goal.limit for goal in goals_of(row["op"]) if goal.what == OVER_RULE]
+        if (over_rule(row) or 0.0) > min(goals, default=RULE_GOAL):
+            found.append(row)
+    if not found:
+        return []
+    found = sorted(found, key=lambda row: -(over_rule(row) or 0.0))
+    header = ["problem", "pick over rule", "picked µs", "rule µs", "source", "picked", "rule"]
+    body = [
+        [
+            f"{row['op']} {label(row)}",
+            percent(over_rule(row) or 0.0),
+            microseconds(row["picked_us"]),
+            microseconds(row["rule_us"]),
+            row["source"],
+            *told_apart(row["picked"], row["rule"]),
+        ]
+        for row in found[:_LISTED]
+    ]
+    title = f"picks slower than the rule: {_problems(len(found))}"
+    return [Section(title, (header, body), _commands(found[:_LISTED], device))]
+
+
+def _commands(rows: Sequence[Row], device: str | None) -> list[str]:
+    """For each problem the command that measures it again."""
+    return [command_of(row, device=device) for row in rows]
+
+
+def _is_sampled(row: Row) -> bool:
+    return row["op"] in KINDS and KINDS[row["op"]].sampled
+
+
+def _every_problem(rows: Sequence[Row]) -> list[Section]:
+    """Every number of the kinds whose problems are drawn: pick, rule and best side by side."""
+    header = ["problem", "in the table", "picked µs", "rule µs", "best µs", "regret"]
+    header += ["regret of the rule", "pick over rule", "source"]
+    found = []
+    for op in dict.fromkeys(row["op"] for row in rows if _is_sampled(row)):
+        of_op = [row for row in rows if row["op"] == op]
+        body = []
+        for row in sorted(
+            of_op, key=lambda row: (not is_tabled(row), row["N"], row["K"] or 0, row["M"])
+        ):
+            ruled = over_rule(row)
+            rule = ["–"] * 3
+            if ruled is not None:
+                regret = float(row["rule_us"]) / float(row["best_us"]) - 1
+                rule = [microseconds(row["rule_us"]), percent(regret), percent(ruled)]
+            body.append(
+                [
+                    f"{label(row)} {row['dtype']}",
+                    "yes" if is_tabled(row) else "no",
+                    microseconds(row["picked_us"]),
+                    rule[0],
+                    microseconds(row["best_us"]),
+                    _shown(row),
+                    *rule[1:],
+                    row["source"],
+                ]
+            )
+        title = f"{op}: pick, rule and best launch of every problem"
+        found.append(Section(title, (header, body), page_only=True))
+    return found
 
 
 def told_apart(picked: str, best: str) -> tuple[str, str]:

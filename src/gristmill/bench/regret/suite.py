@@ -1,12 +1,14 @@
-"""The `regret` suite: how much slower the picked kernel is than the best there is.
+"""The `regret` suite: how much slower the picked kernel is than the best, and than the rule's.
 
     regret = picked_us / best_us - 1
 
-At each problem the launch that the chooser picks is timed against every candidate: all variants
-that can run it, each with all configs that it thinks worth timing. A first round drops the
-hopeless; pick and best are then compared in one round, sample by sample. The number is reported as
-it is, noise included: the best of several equals is a little faster than any of them, so that even
-a perfect choice has some regret. Nothing that is measured here changes a later choice.
+At each problem the launch that runs (the pick: by a table, where one has an entry) is timed against
+what would run without tables (the rule) and against every candidate: all variants that can run it,
+each with all configs that it thinks worth timing, or with all that it enumerates. A first round
+with few samples finds the candidates that go into the last one; all times that are compared are
+medians of that last round, in which candidates take turns, sample by sample. The number is reported
+as it is, noise included: the best of several equals is a little faster than any of them, so that
+even a perfect choice has some regret. Nothing that is measured here changes a later choice.
 
 A rival whose result is not that of the pick is not timed. Which of the two is wrong is not known
 here, so such a problem is not judged: what was timed only says that its regret is no less.
@@ -15,68 +17,136 @@ here, so such a problem is not judged: what was timed only says that its regret 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from gristmill.bench.check import WrongResultError, check
+from gristmill.bench.check import WrongResultError, check, check_lines
 from gristmill.bench.inputs import Arguments
 from gristmill.bench.regret.families import Point
+from gristmill.bench.regret.sampling import Sampling
 from gristmill.bench.results import OURS, Results, Row, described, first_line
 from gristmill.errors import GristmillError
 from gristmill.jit.compilers import Compilable
 from gristmill.ops.op import Op
-from gristmill.select.chooser import ranked, resolve
-from gristmill.select.copies import rotation_count
+from gristmill.ops.registry import OPS
+from gristmill.select.chooser import by_heuristics, ranked, resolve
+from gristmill.select.copies import rotation_count, sets_for_tuning, tensors_in
 from gristmill.select.device import device_of
 from gristmill.select.problem import Problem
-from gristmill.select.timing import Timing
-from gristmill.select.tuning import GROUP, Candidate, Function, candidates, measure
+from gristmill.select.tables import tables_for
+from gristmill.select.timing import Timing, time_interleaved
+from gristmill.select.tuning import GROUP, HOPELESS, Candidate, Function, candidates
+from gristmill.select.variant import Variant
 
 Advance = Callable[[str], None]
 
 SUITE = "regret"
-# What a choice may cost: on average over a family's sizes, and at the worst of them.
-MEAN_GOAL, WORST_GOAL = 0.03, 0.10
+# In the first round, of which the fastest go into the last; and in the last, without `samples`.
+FIRST_SAMPLES, SAMPLES = 3, 20
+FINALISTS = 8
+# Value of "launches" in rows for which variants gave every launch that they enumerate.
+ALL_LAUNCHES = "all"
+# Of variants that can: `all_configs(problem)`, every config that is enumerated.
+_ALL_CONFIGS = "all_configs"
 # Of the memory that is free; the rest is left to what cannot be foreseen, such as workspaces.
 _SHARE = 0.8
+
+
+@dataclass(frozen=True)
+class Method:
+    """How points are measured: samples of the last round, and whether all launches take part."""
+
+    samples: int = SAMPLES
+    all_launches: bool = False
 
 
 @dataclass(frozen=True)
 class Field:
     """Everything that could run a problem, ready to run, and which of it was picked.
 
-    `plans` are by name, the pick among them; `failures` say why a candidate is not. `differing` are
-    those that are not because they give something else than the pick.
+    `rule`: what would run without tables; None where that cannot be built. `plans` are by name, the
+    pick and the rule among them; `failures` say why a candidate is not. `differing` are those that
+    are not because they give something else than the pick.
     """
 
     picked: str
     source: str
+    rule: str | None
     plans: Mapping[str, Function]
     named: Mapping[str, Candidate]
     failures: Mapping[str, str]
     differing: Sequence[str] = ()
 
 
-def todo(points: Iterable[Point], results: Results) -> list[Point]:
-    """The points that the results lack."""
+@dataclass(frozen=True)
+class Timed:
+    """The times of the first round, where there was one, and those of the last."""
+
+    first: Mapping[str, Timing]
+    last: Mapping[str, Timing]
+    failures: Mapping[str, str]
+
+    @property
+    def best(self) -> str:
+        return min(self.last, key=lambda name: self.last[name].us)
+
+
+def todo(points: Iterable[Point], results: Results, method: Method = Method()) -> list[Point]:
+    """The points that the results lack; with all launches, those that lack a row of these."""
+    launches = {"launches": ALL_LAUNCHES} if method.all_launches else {}
     return [
         point
         for point in points
-        if not results.has(suite=SUITE, **point.family.problem(point.rows))
+        if not results.has(suite=SUITE, **point.family.problem(point.rows), **launches)
     ]
 
 
-def run(points: Sequence[Point], device: torch.device, results: Results, advance: Advance) -> None:
+def describe(meta: dict[str, Any], sample: Sampling | None, method: Method) -> None:
+    """Write into the meta of a run how problems are measured, and drawn, if any are.
+
+    A run that goes on with another seed has the problems of both.
+    """
+    before = meta.get(SUITE, {})
+    drawn: dict[str, Any] = {}
+    if sample is not None:
+        drawn = {
+            "seeds": list(dict.fromkeys([*before.get("seeds", []), sample.seed])),
+            "sizes": sample.sizes,
+            "weights": sample.weights,
+            "grid": sample.grid or before.get("grid", False),
+        }
+    meta[SUITE] = {
+        **before,
+        **drawn,
+        "first_samples": FIRST_SAMPLES,
+        "samples": method.samples,
+        "finalists": FINALISTS,
+        "all_launches": method.all_launches,
+    }
+
+
+def run(
+    points: Sequence[Point],
+    device: torch.device,
+    results: Results,
+    advance: Advance,
+    method: Method = Method(),
+) -> None:
     """Measure every point; `advance` is told about each before it starts."""
+    if method.all_launches:
+        for op in dict.fromkeys(point.family.op.name for point in points):
+            note_launches(op, results)
     for point in points:
         advance(f"regret {point}")
         try:
-            reason = too_large(point, device)
+            reason = too_large(point, device, all_launches=method.all_launches)
             if reason is None:
-                results.add([_row(point, device)])
+                results.add([_row(point, device, method)])
             else:
                 results.note(f"left out: {point}: {reason}")
         except torch.OutOfMemoryError as error:
@@ -87,78 +157,158 @@ def run(points: Sequence[Point], device: torch.device, results: Results, advance
             torch.cuda.empty_cache()
 
 
-def _row(point: Point, device: torch.device) -> Row:
+def _row(point: Point, device: torch.device, method: Method) -> Row:
     op = point.family.op
     args = point.family.arguments(point.rows, device)
     problem = op.problem(*args)
-    field = field_of(op, problem, args)
-    measured = measure(
-        field.plans,
-        args,
-        incumbent=field.picked,
-        l2_bytes=problem.device.l2_bytes,
-        written=op.written,
-    )
-    failures = {**field.failures, **measured.failures}
-    if field.picked not in measured.timings:
+    loose = point.family.kind.loose
+    field = field_of(op, problem, args, loose=loose, all_launches=method.all_launches)
+    timed = race(field, args, problem, written=op.written, samples=method.samples)
+    failures = {**field.failures, **timed.failures}
+    if field.picked not in timed.last:
         reason = failures.get(field.picked, "no reason given")
         raise GristmillError(f"what is picked, {field.picked}, could not be timed: {reason}")
-    # The winner and the second were both in the last round; the incumbent wins by noise, too.
-    last = [name for name in (measured.winner, measured.second) if name is not None]
-    best = min(last, key=lambda name: measured.timings[name].us)
-    times = measured.timings
-    verdict = judged(field.picked, times[field.picked], best, times[best])
+    verdict = judged(field.picked, field.rule, timed)
     if field.differing:
         verdict["regret_at_least"] = verdict.pop("regret")
         verdict["differing"] = list(field.differing)
+    every = {**timed.first, **timed.last}
     return {
         **_head(point),
         **verdict,
         "source": field.source,
-        "candidates": len(times),
-        "variants": by_variant(field.named, times),
+        "tabled": tabled(problem),
+        "samples": method.samples,
+        "candidates": len(every),
+        "finalists": len(timed.last),
+        **({"launches": ALL_LAUNCHES} if method.all_launches else {}),
+        "variants": by_variant(field.named, timed),
         "failures": failures,
     }
 
 
-def judged(picked: str, picked_timing: Timing, best: str, best_timing: Timing) -> Row:
-    """What a row says of a pick and of the best: both, their times and spreads, the regret."""
-    return {
-        "picked": picked,
-        "best": best,
-        "picked_us": round(picked_timing.us, 3),
-        "best_us": round(best_timing.us, 3),
-        "picked_spread_us": round(picked_timing.spread_us, 3),
-        "best_spread_us": round(best_timing.spread_us, 3),
-        "regret": round(picked_timing.us / best_timing.us - 1, 5),
-        "method": best_timing.method,
-    }
+def tabled(problem: Problem) -> bool:
+    """Whether a table in force has an entry for problems of this family, at any row count."""
+    return any(source.table.family(problem) for source in tables_for(problem.device))
 
 
-def by_variant(named: Mapping[str, Candidate], timings: Mapping[str, Timing]) -> dict[str, float]:
+def race(
+    field: Field,
+    args: Arguments,
+    problem: Problem,
+    *,
+    written: Sequence[int],
+    samples: int = SAMPLES,
+) -> Timed:
+    """Time the candidates on copies of `args`, in a short round and a last one of the finalists."""
+    first: dict[str, Timing] = {}
+    last: dict[str, Timing] = {}
+    errors: dict[str, Exception] = {}
+    always = [name for name in (field.picked, field.rule) if name is not None]
+    names = list(field.plans)
+    with _undisturbed(args):
+        sets = sets_for_tuning(args, problem.device.l2_bytes, written=written)
+        if len(names) > FINALISTS + len(always):
+            for start in range(0, len(names), GROUP):
+                group = {name: field.plans[name] for name in names[start : start + GROUP]}
+                times = time_interleaved(group, sets, samples=FIRST_SAMPLES, hopeless=HOPELESS)
+                _sort(times, first, errors)
+            names = [name for name in finalists(first, always) if name not in errors]
+        # No candidate is dropped: every median is of as many samples.
+        final = {name: field.plans[name] for name in names}
+        if final:
+            _sort(time_interleaved(final, sets, samples=samples), last, errors)
+    sets.clear()  # an error that is raised here knows this frame
+    lacked = errors.get(field.picked)
+    if isinstance(lacked, torch.OutOfMemoryError):  # there was no room beside the copies
+        raise lacked
+    failures = {name: described(error) for name, error in errors.items()}
+    return Timed(first, last, failures)
+
+
+def finalists(
+    times: Mapping[str, Timing], always: Sequence[str], count: int = FINALISTS
+) -> list[str]:
+    """`always`, then the `count` fastest of a round."""
+    best = sorted(times, key=lambda name: times[name].us)[:count]
+    return list(dict.fromkeys([*always, *best]))
+
+
+def _sort(
+    results: Mapping[str, Timing | Exception],
+    times: dict[str, Timing],
+    errors: dict[str, Exception],
+) -> None:
+    for name, result in results.items():
+        if isinstance(result, Timing):
+            times[name] = result
+        else:
+            errors[name] = result
+            # Or copies would live as long as the error, which knows the frames that hold them.
+            traceback.clear_frames(result.__traceback__)
+
+
+@contextmanager
+def _undisturbed(args: Arguments) -> Iterator[None]:
+    """No gradients, and random numbers go on afterwards as if nothing had drawn any."""
+    devices = {tensor.device.index for tensor in tensors_in(args) if tensor.is_cuda}
+    with torch.no_grad(), torch.random.fork_rng(devices=sorted(devices)):
+        yield
+
+
+def judged(picked: str, rule: str | None, timed: Timed) -> Row:
+    """What a row says of the pick, the rule and the best: times, spreads, regrets."""
+    last, best = timed.last, timed.best
+    names = {"picked": picked, "best": best}
+    if rule is not None and rule in last:
+        names["rule"] = rule
+    row: Row = dict(names)
+    for key, name in names.items():
+        row[f"{key}_us"] = round(last[name].us, 3)
+        row[f"{key}_spread_us"] = round(last[name].spread_us, 3)
+    row["regret"] = round(last[picked].us / last[best].us - 1, 5)
+    if "rule" in names:
+        row["rule_regret"] = round(last[names["rule"]].us / last[best].us - 1, 5)
+        row["over_rule"] = round(last[picked].us / last[names["rule"]].us - 1, 5)
+    row["method"] = last[best].method
+    return row
+
+
+def by_variant(named: Mapping[str, Candidate], timed: Timed) -> dict[str, float]:
     """The best time of each variant, some of them of the first round only: for orientation."""
     times: dict[str, float] = {}
-    for name, timing in timings.items():
+    for name, timing in {**timed.first, **timed.last}.items():
         variant = named[name].variant.name
         times[variant] = round(min(timing.us, times.get(variant, math.inf)), 3)
     return dict(sorted(times.items(), key=lambda one: one[1]))
 
 
-def field_of(op: Op, problem: Problem, args: Arguments) -> Field:
-    """The pick and its rivals, bound and checked: what differs from the pick's results is out."""
+def field_of(
+    op: Op,
+    problem: Problem,
+    args: Arguments,
+    *,
+    loose: float | None = None,
+    all_launches: bool = False,
+) -> Field:
+    """The pick and its rivals, bound and checked: what differs from the pick's results is out.
+
+    `loose`: as in `families.Kind`.
+    """
     choice, plan = resolve(op.name, op.variants, problem)
     picked = Candidate(choice.variant, choice.config)
+    rule, rivals = entrants(op, problem, picked, all_launches=all_launches)
     plans: dict[str, Function] = {str(picked): plan}
     named = {str(picked): picked}
     failures: dict[str, str] = {}
     differing: list[str] = []
     with torch.no_grad():
         expected = plan(*args)
-        for candidate in candidates(op.variants, problem, picked, thorough=True):
+        for candidate in rivals:
             name = str(candidate)
             if name not in plans:
                 try:
-                    plans[name] = rival(candidate, problem, args, expected)
+                    plans[name] = rival(candidate, problem, args, expected, loose=loose)
                     named[name] = candidate
                 except torch.OutOfMemoryError:
                     raise
@@ -166,36 +316,79 @@ def field_of(op: Op, problem: Problem, args: Arguments) -> Field:
                     if isinstance(error, WrongResultError):
                         differing.append(name)
                     failures[name] = described(error)
-    return Field(str(picked), choice.source, plans, named, failures, differing)
+    by_rule = str(rule) if rule is not None and str(rule) in plans else None
+    return Field(str(picked), choice.source, by_rule, plans, named, failures, differing)
 
 
-def rival(candidate: Candidate, problem: Problem, args: Arguments, expected: Any) -> Function:
+def entrants(
+    op: Op, problem: Problem, picked: Candidate, *, all_launches: bool = False
+) -> tuple[Candidate | None, list[Candidate]]:
+    """What would run without tables, and all that is timed: the pick, that one, the candidates."""
+    choice = by_heuristics(op.name, op.variants, problem)
+    rule = None if choice is None else Candidate(choice.variant, choice.config)
+    more = [] if rule is None else [rule]
+    found = candidates(op.variants, problem, picked, thorough=True, more=more)
+    if all_launches:
+        for variant in dict.fromkeys(one.variant for one in found):
+            found += [Candidate(variant, config) for config in every_config(variant, problem)]
+    return rule, list({str(candidate): candidate for candidate in found}.values())
+
+
+def every_config(variant: Variant, problem: Problem) -> list[Any]:
+    """Every config that a variant enumerates for a problem, if it has a method that says so."""
+    enumerate_all = getattr(variant, _ALL_CONFIGS, None)
+    asked = problem.asked()
+    configs = [] if enumerate_all is None else enumerate_all(asked)
+    return [config for config in configs if variant.rejects(asked, config) is None]
+
+
+def note_launches(op: str, results: Results) -> None:
+    """Say so where no variant of an op enumerates all its launches."""
+    if not any(hasattr(variant, _ALL_CONFIGS) for variant in OPS[op].variants):
+        results.note(
+            f"{op}: no variant enumerates all its launches; candidates were the usual ones"
+        )
+
+
+def rival(
+    candidate: Candidate,
+    problem: Problem,
+    args: Arguments,
+    expected: Any,
+    *,
+    loose: float | None = None,
+) -> Function:
     """The plan of a candidate; raises where it cannot be built, or gives something else."""
     plan = candidate.variant.bind(problem, candidate.config)
-    # Another variant may round once more: only what is another function must not win.
-    check(plan(*args), expected, coarse=True)
+    if loose is not None:
+        check_lines(plan(*args), expected, limit=loose)
+    else:
+        # Another variant may round once more: only what is another function must not win.
+        check(plan(*args), expected, coarse=True)
     return plan
 
 
-def programs(points: Iterable[Point], device: torch.device) -> list[Compilable]:
+def programs(
+    points: Iterable[Point], device: torch.device, *, all_launches: bool = False
+) -> list[Compilable]:
     """Everything that the points' candidates are compiled from, each once; on a CPU nothing."""
     here = device_of(device)
     found: dict[Compilable, None] = {}
     for point in points:
         op, args = point.family.op, point.family.arguments(point.rows, "meta", here)
         problem = op.problem(*args, device=here)
-        for candidate in _candidates(op, problem):
+        for candidate in _entrants(op, problem, all_launches=all_launches):
             found.update(dict.fromkeys(candidate.variant.programs(problem, candidate.config)))
     return list(found)
 
 
-def _candidates(op: Op, problem: Problem) -> list[Candidate]:
+def _entrants(op: Op, problem: Problem, *, all_launches: bool) -> list[Candidate]:
     choice = ranked(op.name, op.variants, problem)[0]
     picked = Candidate(choice.variant, choice.config)
-    return candidates(op.variants, problem, picked, thorough=True)
+    return entrants(op, problem, picked, all_launches=all_launches)[1]
 
 
-def too_large(point: Point, device: torch.device) -> str | None:
+def too_large(point: Point, device: torch.device, *, all_launches: bool = False) -> str | None:
     """Why a problem does not fit beside the results of its candidates, if so.
 
     The graph of each candidate of a group holds memory for its own outputs.
@@ -204,7 +397,7 @@ def too_large(point: Point, device: torch.device) -> str | None:
         return None
     op, here = point.family.op, device_of(device)
     args = point.family.arguments(point.rows, "meta", here)
-    count = len(_candidates(op, op.problem(*args, device=here)))
+    count = len(_entrants(op, op.problem(*args, device=here), all_launches=all_launches))
     read, results = nbytes(args), nbytes(op.outputs(*args))
     copies = rotation_count(read, here.l2_bytes)
     needed = read * (1 if copies == 1 else 1 + copies) + results * (min(GROUP, count) + 2)
