@@ -232,6 +232,10 @@ def equal(me: Rank) -> None:
     me.keep("equal", **{topic.partition(" of")[0]: texts for topic, texts in found.items()})
 
 
+def settled(name: str, here: str | None, there: str | None) -> bool:
+    return published(name) == (here or there)
+
+
 def tuned_meanwhile(me: Rank) -> None:
     """Rank 2 has read a table with a row that was tuned in this run, and one that was not."""
     agree("tuned", lambda: "cuda_warp")
@@ -243,12 +247,10 @@ def tuned_meanwhile(me: Rank) -> None:
         for name, rows in (("more", more), ("wrong", wrong), ("unknown", unknown)):
             topic = f"{name}, rank {first} first"
             if me.rank == first:
-                check_equal(topic, {**ROWS, **rows}, settled=published)
+                check_equal(topic, {**ROWS, **rows}, settled=settled)
             dist.barrier()
             found[name] = _raised(
-                lambda topic=topic, rows=rows: check_equal(
-                    topic, {**ROWS, **rows}, settled=published
-                )
+                lambda topic=topic, rows=rows: check_equal(topic, {**ROWS, **rows}, settled=settled)
             )
         me.keep(f"tuned meanwhile, {first}", **found)
 

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from gristmill.select import KNOWN, Device, Problem, Row, RunnerUp, Table, Variant, bucket
+from gristmill.select import KNOWN, Device, Problem, Row, RunnerUp, Table, Variant
 from gristmill.select.choices import why_unlisted
 from gristmill.select.configs import config_to_json
+from gristmill.select.problem import Span
 
 H200 = KNOWN["sm_90a"]
 
@@ -114,12 +115,18 @@ def row_of(
     variant: Variant,
     config: Any = None,
     *,
-    hint: int | None = None,
+    stop: int | None = None,
+    covers: tuple[int, int | None] | None = None,
     **changes: Any,
 ) -> Row:
-    """The row of a win by `variant` at `hint` (the problem's own bucket), then with `changes`."""
+    """The row of a win by `variant`, then with `changes`.
+
+    Its key names `stop` (that of the problem's rows), and it covers the row counts of that stop.
+    """
+    named = solved.sizes.stop(solved.rows) if stop is None else stop
     row = Row(
-        key=solved.key(bucket(solved.rows) if hint is None else hint),
+        key=solved.key(named),
+        covers=solved.sizes.span(named) if covers is None else Span(*covers),
         variant=variant.name,
         config=config_to_json(config),
         us=10.5,

@@ -49,6 +49,9 @@ _FIRST_SLEEP_S, _LONGEST_SLEEP_S, _SLEEP_GROWTH = 0.002, 0.2, 1.5
 
 _SHOWN = 5
 
+# Of an entry's name, what it is on this rank and on the other; see `check_equal`.
+Settled = Callable[[str, str | None, str | None], bool]
+
 _NO_MORE = "nothing else is tuned in this job (tune ahead of time: gristmill tune)"
 
 
@@ -198,9 +201,7 @@ def _parsed(place: str, value: str) -> tuple[str, str]:
     return kind, text
 
 
-def check_equal(
-    topic: str, mine: Mapping[str, str], *, settled: Callable[[str], str | None] | None = None
-) -> None:
+def check_equal(topic: str, mine: Mapping[str, str], *, settled: Settled | None = None) -> None:
     """Raise RanksDisagree if `mine` is not what the first rank to come here with `topic` had.
 
     Compared once for each process group and topic, by hash; the mapping itself is sent only where
@@ -208,10 +209,10 @@ def check_equal(
     two ranks that differ the later one raises. With no process group, or one rank, nothing is
     done.
 
-    settled: gives what ranks have agreed on in this run for an entry, in the words of `mine`, or
-    None. An entry that has this value here is no difference, whatever the first rank had: it was
-    tuned since then, because nobody had it or because it was stale, and read from a shared table
-    by this rank, which came later. Nor is one that only the first rank has, with this value.
+    settled: whether an entry (its name, and what it is here and on the first rank) differs only by
+    what ranks have agreed on in this run. That is no difference: it was tuned since the first rank
+    came here, because nobody had it or because it was stale, and read from a shared table by this
+    rank, which came later.
     """
     found = entries()
     if found is None or topic in found.checked:
@@ -242,7 +243,7 @@ def _compare(
     place: str,
     rank: str,
     mine: Mapping[str, str],
-    settled: Callable[[str], str | None] | None,
+    settled: Settled | None,
 ) -> None:
     """Raise RanksDisagree unless `mine` and the mapping that `rank` left at `place` agree."""
     held = found.read(place)
@@ -252,12 +253,8 @@ def _compare(
     differing = []
     for name in sorted(mine.keys() | theirs.keys()):
         here, there = mine.get(name), theirs.get(name)
-        if here == there:
+        if here == there or (settled is not None and settled(name, here, there)):
             continue
-        if settled is not None:
-            value = settled(name)
-            if value is not None and value == (there if here is None else here):
-                continue
         differing.append(
             f"{name}: {there or 'nothing'} on rank {rank}, {here or 'nothing'} on rank {found.rank}"
         )

@@ -8,7 +8,7 @@ asked for on every run: the choice would then depend on the weather.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -23,7 +23,7 @@ from gristmill.select.device import Device
 from gristmill.select.group_store import entries
 from gristmill.select.overrides import active, token, tuning_region
 from gristmill.select.problem import Problem, Span
-from gristmill.select.table import Row, row_from_json, row_to_json
+from gristmill.select.table import Row, Table, row_from_json, row_to_json, stop_of
 from gristmill.select.tables import remember, tables_for
 from gristmill.select.tuning import Outcome, tune
 from gristmill.select.turns import Turns
@@ -39,6 +39,8 @@ MOST_ROWS = 10_000
 _TUNING = Turns()
 # Of the longest wait for that: other ranks are waiting, and no longer than that.
 _RANKS_SHARE = 1 / 3
+# Begins the names under which ranks compare what a row covers.
+_COVERS = "covers of "
 
 
 @dataclass
@@ -131,21 +133,23 @@ def placed(problem: Problem) -> tuple[str, Span]:
 
     As much as is known to run alike, without what rows of other measurements cover. Row counts that
     go with the nearest stop keep the row that covers them now, if there is one: where tuning has
-    found a switch between two stops, its place stays.
+    found a switch between two stops, its place stays. For all row counts that such a row would
+    cover the answer is the same, so ranks that begin with different ones measure the row once.
     """
     problem, sizes = problem.asked(), problem.sizes
     stop, (least, most) = sizes.stop(problem.rows), sizes.span(problem.rows)
+    others: list[Span] = []
     for source in tables_for(problem.device):
         row = source.table.row(problem)
+        others += [one.covers for one in source.table.family(problem) if one is not row]
         if row is not None and not sizes.up:
-            return row.key, row.covers
-        if row is None:
-            others = [one.covers for one in source.table.family(problem)]
-            least = max([least, *(int(one.end) + 1 for one in others if one.end < problem.rows)])
-            ends = [one.least - 1 for one in others if one.least > problem.rows]
-            most = min(ends if most is None else [most, *ends], default=None)
-    span = Span(least, most)
-    return problem.key(stop if stop in span else problem.rows), span
+            stop, (least, most) = row.stop, row.covers
+            break
+    least = max([least, *(int(one.end) + 1 for one in others if one.end < problem.rows)])
+    ends = [one.least - 1 for one in others if one.least > problem.rows]
+    most = min(ends if most is None else [most, *ends], default=None)
+    stop = max(stop, least) if most is None else min(max(stop, least), most)
+    return problem.key(stop), Span(least, most)
 
 
 def _tune(
@@ -203,7 +207,7 @@ def _tune(
                 return None
             return row_to_json(measured())
 
-    answer = agreement.agree(f"tune {problem.device.name} {key}", decide)
+    answer = agreement.agree(_topic(problem.device, key), decide)
     if answer is not None:
         # Each in the table that it reads: with folders of their own, ranks would else have
         # different tables in their next run. In a shared one the first to come writes.
@@ -244,15 +248,45 @@ def compare_ranks(device: Device) -> None:
         "GRISTMILL_BATCH_INVARIANT": str(int(current.batch_invariant)),
         "GRISTMILL_USE": ",".join(f"{op}:{name}" for op, name in sorted(current.use.items())),
     }
-    # From the last to the first: of two rows with one key, what counts is that of the table which
-    # is asked first. What is shipped has names of its own: a tuned row takes nothing away from it.
+    # From the last to the first: a row takes what it covers from those of tables asked later. What
+    # is shipped has names of its own: a tuned row takes nothing away from it.
+    tuned = Table.for_device(device)
     for source in reversed(tables_for(device)):
-        name = "shipped " if source.shipped else ""
         rows = list(source.table.rows.values())
-        mine.update({f"{name}{row.key}": row.launch() for row in rows})
+        if source.shipped:
+            mine.update(_entries(rows, "shipped "))
+        else:
+            for row in rows:
+                tuned.put(row)
+    mine.update(_entries(tuned.rows.values()))
 
-    def settled(key: str) -> str | None:
-        answer = agreement.published(f"tune {device.name} {key}")
-        return None if answer is None else row_from_json(answer).launch()
+    def settled(name: str, here: str | None, there: str | None) -> bool:
+        key = name.removeprefix(_COVERS)
+        answer = agreement.published(_topic(device, key))
+        if answer is not None:
+            row = row_from_json(answer)
+            if (row.launch() if key == name else str(row.covers)) == (here or there):
+                return True
+        if here is not None and key == name:
+            return False
+        # A row that was tuned in this run has taken from what others cover, or their place.
+        news = [
+            row
+            for row in tuned.beside(key)
+            if agreement.published(_topic(device, row.key)) is not None
+        ]
+        return any(here is not None or stop_of(key) in row.covers for row in news)
 
     agreement.check_equal(topic, mine, settled=settled)
+
+
+def _entries(rows: Iterable[Row], name: str = "") -> Iterator[tuple[str, str]]:
+    """What ranks compare of these rows: which launch each names, and what it covers."""
+    for row in rows:
+        yield f"{name}{row.key}", row.launch()
+        yield f"{_COVERS}{name}{row.key}", str(row.covers)
+
+
+def _topic(device: Device, key: str) -> str:
+    """What ranks agree under on a row."""
+    return f"tune {device.name} {key}"

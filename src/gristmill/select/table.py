@@ -17,8 +17,9 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gristmill.errors import TableError
 from gristmill.jit.file_lock import locked_folder
@@ -87,7 +88,7 @@ class Row:
     @property
     def stop(self) -> int:
         """The row count in the key."""
-        return _split(self.key)[1]
+        return stop_of(self.key)
 
     @property
     def family(self) -> str:
@@ -96,6 +97,22 @@ class Row:
     def launch(self) -> str:
         """What the row says to run, in words that compare."""
         return f"{self.variant} {json.dumps(self.config, sort_keys=True)}"
+
+
+class _Family(NamedTuple):
+    """Rows by the first row count that they cover; `apart`: no two of them cover the same one."""
+
+    rows: tuple[Row, ...]
+    apart: bool
+
+    @classmethod
+    def of(cls, rows: Iterable[Row]) -> _Family:
+        found = tuple(sorted(rows, key=lambda row: (_least(row), -row.covers.end, row.key)))
+        apart = all(one.covers.end < other.covers.least for one, other in pairwise(found))
+        return cls(found, apart)
+
+
+_NO_FAMILY = _Family((), True)
 
 
 @dataclass
@@ -107,8 +124,7 @@ class Table:
     multiprocessors: int
     rows: dict[str, Row] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)
-    # family -> its rows, by the first row count that they cover.
-    _families: dict[str, tuple[Row, ...]] = field(default_factory=dict, repr=False)
+    _families: dict[str, _Family] = field(default_factory=dict, repr=False)
 
     @classmethod
     def for_device(cls, device: Device) -> Table:
@@ -127,12 +143,12 @@ class Table:
         """Add a row. Others no longer cover what it covers; those that then lack the row count in
         their key are removed.
         """
-        known = self._families.get(row.family, ())
+        known = self._families.get(row.family, _NO_FAMILY).rows
         left = [kept for one in known if (kept := _without(one, row)) is not None]
         self.rows[row.key] = row
         self.rows.update({one.key: one for one in left})
         # In one step: other threads may be looking.
-        self._families[row.family] = tuple(sorted([*left, row], key=_least))
+        self._families[row.family] = _Family.of([*left, row])
         for key in {one.key for one in known} - {row.key} - {one.key for one in left}:
             del self.rows[key]
 
@@ -143,7 +159,7 @@ class Table:
             self.rows[row.key] = row
             families.setdefault(row.family, []).append(row)
         for family, found in families.items():
-            self._families[family] = tuple(sorted(found, key=_least))
+            self._families[family] = _Family.of(found)
 
     def save(self, path: Path) -> None:
         """Merge these rows into the file at `path` and write it in one atomic step.
@@ -178,13 +194,21 @@ class Table:
 
     def family(self, problem: Problem) -> tuple[Row, ...]:
         """The rows of this kind of problem, by the first row count that they cover."""
-        return self._families.get(problem.family(), ())
+        return self._families.get(problem.family(), _NO_FAMILY).rows
+
+    def beside(self, key: str) -> tuple[Row, ...]:
+        """The rows of the same kind of problem as `key`; none if it is not the key of a row."""
+        found = _ROWS_WORD.search(key)
+        return () if found is None else self._families.get(_split(key)[0], _NO_FAMILY).rows
 
     def row(self, problem: Problem) -> Row | None:
-        """The row that covers `problem`."""
-        rows = self.family(problem)
-        at = bisect_right(rows, problem.rows, key=lambda row: row.covers.least)
-        return next((row for row in reversed(rows[:at]) if problem.rows in row.covers), None)
+        """The row that covers `problem`. Rows of a file that was merged by hand may overlap: then
+        the one that begins last, and of these the one that ends first.
+        """
+        rows, apart = self._families.get(problem.family(), _NO_FAMILY)
+        at = bisect_right(rows, problem.rows, key=_least)
+        before = rows[max(0, at - 1) : at] if apart else rows[:at]
+        return next((row for row in reversed(before) if problem.rows in row.covers), None)
 
     def lookup(self, problem: Problem, variants: Sequence[Variant]) -> tuple[Variant, Any] | None:
         """The variant and config of the row that covers `problem`, if it is still believed."""
@@ -382,6 +406,11 @@ def _split(key: str) -> tuple[str, int]:
     if found is None:
         raise ValueError(f"{key!r} names no rows")
     return f"{key[: found.start()]} rows=*{key[found.end() :]}", int(found.group(1))
+
+
+def stop_of(key: str) -> int:
+    """The row count in a key."""
+    return _split(key)[1]
 
 
 def _typed(entry: Mapping[str, Any], name: str, kind: type) -> Any:
