@@ -8,6 +8,7 @@ from select_fakes import Fake, problem
 from gristmill.jit import counters as jit_counters
 from gristmill.select import Device, counters, reset_counters, resolve
 from gristmill.select.counters import Counters
+from gristmill.select.problem import Span
 from gristmill.select.tuning import tune
 
 
@@ -43,7 +44,7 @@ def test_the_dict_has_the_keys_that_its_type_has_and_starts_at_zero() -> None:
 def test_a_tuning_is_counted_by_its_op() -> None:
     variants = [Fake("first"), Fake("second")]
     solved = problem(device=Device("cpu", "cpu"))
-    tune("toy", variants, solved, (torch.ones(3),), key=solved.key(1))
+    tune("toy", variants, solved, (torch.ones(3),), key=solved.key(1), covers=Span(0, 4))
     assert counters()["tunings"] == {"toy": 1}
     reset_counters()
     assert counters()["tunings"] == {}

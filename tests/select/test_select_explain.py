@@ -24,6 +24,7 @@ from gristmill.select import (
     use,
 )
 from gristmill.select.overrides import batch_invariant
+from gristmill.select.problem import Span
 from gristmill.select.tables import user_table_path
 from gristmill.settings import reload_settings
 
@@ -105,7 +106,9 @@ def test_stale_row_is_said_and_its_times_are_not_shown() -> None:
     assert explanation.source == "preference"
     assert times(explanation) == [None] * 4
     (note,) = explanation.notes
-    assert note.startswith("user table: its row for rows=1024 is ignored: stale: first has changed")
+    assert note.startswith(
+        "user table: its row for 513 to 2048 rows is ignored: stale: first has changed"
+    )
 
 
 def test_times_of_one_table_only_are_shown_together(
@@ -174,7 +177,7 @@ def test_text_is_an_aligned_table() -> None:
     )
     assert str(explanation).splitlines() == [
         "toy rows=1000 N=4096 x=bfloat16 weight=float32 llama strided",
-        "on NVIDIA H200 (sm_90a, 132 SMs); 513 to 2048 rows share the choice tuned at rows=1024",
+        "on NVIDIA H200 (sm_90a, 132 SMs); 513 to 2048 rows share the choice measured at rows=1000",
         "roof: 67.2 MB at 4.8 TB/s = 14.0 us (data sheet)",
         "",
         "    variant    status       us     of roof",
@@ -241,27 +244,142 @@ def test_a_card_without_a_data_sheet_has_the_roof_of_its_memory_clock() -> None:
     assert str(roof) == "1 MB at 1 TB/s = 1.00 us (by its memory clock)"
 
 
+def beside(*spans: tuple[int, int | None], **changes: Any) -> list[Row]:
+    """Rows that cover these row counts, each measured at the first of them, but at one at least."""
+    return [
+        won(
+            key=problem().key(max(1, least)),
+            covers=Span(least, most),
+            rows=max(1, least),
+            us=20.0 + number,
+            **changes,
+        )
+        for number, (least, most) in enumerate(spans)
+    ]
+
+
 @pytest.mark.parametrize(
-    ("rows", "hint", "words"),
+    ("rows", "measured", "words"),
     [
-        (0, 1, "0 to 4 rows share the choice tuned at rows=1"),
-        (2048, 1024, "513 to 2048 rows share"),
-        (2049, 4096, "2049 to 8192 rows share"),
-        (10**6, 65536, "32769 rows and more share the choice tuned at rows=65536"),
+        (0, 1, "up to 4 rows share the choice measured at rows=1"),
+        (1, 1, "up to 4 rows share the choice measured at rows=1"),
+        (5, 5, "5 rows share the choice measured at rows=5"),
+        (513, 513, "513 to 2048 rows share the choice measured at rows=513"),
+        (2048, 513, "513 to 2048 rows share the choice measured at rows=513"),
+        (10**6, 32769, "32769 rows and more share the choice measured at rows=32769"),
     ],
 )
-def test_the_bucket_is_told_with_its_edges(rows: int, hint: int, words: str) -> None:
+def test_what_the_choice_covers_is_shown(rows: int, measured: int, words: str) -> None:
+    tune(*beside((0, 4), (5, 5), (513, 2048), (32769, None)))
     explanation = explain_problem("toy", VARIANTS, problem(rows))
-    assert explanation.hint == hint
-    assert words in str(explanation)
+    assert explanation.measured_at == measured
+    assert explanation.covers is not None
+    assert rows in explanation.covers
+    assert f"; {words}\n" in str(explanation)
 
 
-def test_the_bucket_is_that_of_the_table_that_has_split_it() -> None:
-    tune(won(), won(key=problem().key(2048), rows=2048))
+@pytest.mark.parametrize("rows", [0, 5, 512, 2049, 10**6])
+def test_where_no_row_covers_a_size_that_is_said(rows: int) -> None:
+    if rows:
+        tune(*beside((1, 4), (513, 2048)))
+    explanation = explain_problem("toy", VARIANTS, problem(rows))
+    assert (explanation.measured_at, explanation.covers) == (None, None)
+    assert (explanation.chosen, explanation.source) == ("first", "preference")
+    assert times(explanation) == [None] * 4
+    assert "; no table covers this number of rows\n" in str(explanation)
+    assert len(explanation.evidence) == bool(rows)
+
+
+@pytest.mark.parametrize(
+    ("rows", "below", "above"),
+    [
+        (0, None, 1),
+        (3, None, 200),
+        (100, 1, 200),
+        (300, 1, 513),
+        (513, 200, None),
+        (9999, 513, None),
+    ],
+)
+def test_the_rows_of_the_next_sizes_are_shown(
+    rows: int, below: int | None, above: int | None
+) -> None:
+    tune(*beside((1, 4), (200, 400), (513, 2048)))
+    explanation = explain_problem("toy", VARIANTS, problem(rows))
+    (found,) = explanation.evidence
+    assert (found.below and found.below.stop, found.above and found.above.stop) == (below, above)
+    covered = rows in (3, 300, 513)
+    assert (found.row is not None) == covered
+    (note,) = explanation.notes
+    first, *lines = note.splitlines()
+    assert first == (
+        f"user table: {found._measured(found.row)}"
+        if found.row is not None
+        else "user table: no row covers this number of rows"
+    )
+    launch = "first threads=256 vector=16 order=[] scope=warp cap=2.0"
+    spans = {
+        1: "1 to 4 rows: {}, 20.00 us at rows=1",
+        200: "200 to 400 rows: {}, 21.00 us at rows=200",
+        513: "513 to 2048 rows: {}, 22.00 us at rows=513",
+    }
+    expected = [] if below is None else [f"  below, for {spans[below].format(launch)}"]
+    expected += [] if above is None else [f"  above, for {spans[above].format(launch)}"]
+    assert lines == expected
+    as_dict = explanation.as_dict()["evidence"][0]
+    assert (as_dict["below"] or {}).get("key") == (below and problem().key(below))
+    assert (as_dict["above"] or {}).get("key") == (above and problem().key(above))
+    assert (as_dict["row"] is not None) == covered
+    assert note in str(explanation)
+
+
+def test_a_stale_row_is_shown_with_its_neighbours() -> None:
+    old = [replace(row, source_hash="f" * 16) for row in beside((5, 8))]
+    tune(*beside((1, 4)), *old, *beside((9, 16)))
+    explanation = explain_problem("toy", VARIANTS, problem(6))
+    assert (explanation.covers, explanation.source) == (None, "preference")
+    first, below, above = explanation.notes[0].splitlines()
+    assert first.startswith("user table: its row for 5 to 8 rows is ignored: stale: first")
+    assert below.startswith("  below, for 1 to 4 rows: ")
+    assert above.startswith("  above, for 9 to 16 rows: ")
+
+
+def test_a_table_that_knows_nothing_of_the_kind_of_problem_is_not_shown() -> None:
+    tune(row_of(problem(dims=(("N", 512),)), REFERENCE))
+    assert explain_problem("toy", VARIANTS, problem()).evidence == ()
+
+
+def test_what_the_row_also_took_at_other_sizes_is_shown() -> None:
+    tune(won(also={"600": 12.5, "2000": 40.126}))
+    explanation = explain_problem("toy", VARIANTS, problem())
+    expected = (
+        "5 launches were timed; this one also took 12.50 us at rows=600, 40.13 us at rows=2000"
+    )
+    assert explanation.notes[0].endswith(expected)
+    assert explanation.as_dict()["evidence"][0]["row"]["also"] == {"600": 12.5, "2000": 40.126}
+
+
+def test_the_covered_sizes_are_those_of_the_table_that_decides(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables.resources, "files", lambda package: tmp_path)
+    table_of(won(), won(key=problem().key(64), covers=Span(33, 128))).save(
+        tmp_path / "tables" / "a.json"
+    )
+    tune(won(key=problem().key(2048), rows=2048, covers=Span(1449, 2896)))
     explanation = explain_problem("toy", VARIANTS, problem(1500))
-    assert (explanation.hint, explanation.edges) == (2048, (1449, 2896))
+    assert (explanation.measured_at, explanation.covers) == (2048, (1449, 2896))
+    assert explanation.evidence[0].row is not None
     assert explanation.evidence[0].row.rows == 2048
-    assert explain_problem("toy", VARIANTS, problem(1448)).edges == (513, 1448)
+    below = explain_problem("toy", VARIANTS, problem(1448))
+    assert (below.source, below.measured_at, below.covers) == ("shipped table", 1000, (513, 2048))
+    users, shipped = below.evidence
+    assert (users.row, users.below) == (None, None)
+    assert users.above is not None
+    assert users.above.covers == (1449, 2896)
+    assert shipped.row is not None
+    assert shipped.below is not None
+    assert (shipped.row.covers, shipped.below.covers) == ((513, 2048), (33, 128))
 
 
 def test_variants_that_a_mode_excludes_are_told_apart_from_those_that_cannot() -> None:
@@ -309,8 +427,9 @@ def test_as_dict_is_json_and_complete(tuned: bool) -> None:
         tune()
     explanation = explain_problem("toy", VARIANTS, problem(), cost=Work(48_000_000))
     found = json.loads(json.dumps(explanation.as_dict()))
-    assert (found["chosen"], found["hint"], found["arch"]) == ("first", 1024, "sm_90a")
-    assert found["edges"] == [513, 2048]
+    assert (found["chosen"], found["rows"], found["arch"]) == ("first", 1000, "sm_90a")
+    assert found["measured_at"] == (1000 if tuned else None)
+    assert found["covers"] == ([513, 2048] if tuned else None)
     assert found["dtypes"] == {"x": "bfloat16", "weight": "float32"}
     assert found["variants"][0]["config"]["threads"] == (256 if tuned else 128)
     assert found["variants"][0]["measured_us"] == (20.0 if tuned else None)

@@ -39,7 +39,7 @@ def test_the_first_call_makes_a_row_in_the_users_table(first_call: Any, tuned: l
     assert row.us > 0
 
 
-def test_one_row_serves_its_bucket_and_later_plans(first_call: Any, tuned: list[str]) -> None:
+def test_one_row_serves_what_it_covers_and_later_plans(first_call: Any, tuned: list[str]) -> None:
     first_call()
     for rows in (20, 20, 17, 32, 5):
         norm(rows)
@@ -52,7 +52,7 @@ def test_one_row_serves_its_bucket_and_later_plans(first_call: Any, tuned: list[
 
 
 def test_no_rows_are_no_measure_of_one(first_call: Any, tuned: list[str]) -> None:
-    """They share a bucket, as where an expert gets no tokens."""
+    """One row covers both, as where an expert gets no tokens."""
     first_call()
     assert norm(0).shape == (0, 64)
     with gristmill.tune() as report:
@@ -171,15 +171,15 @@ def test_a_table_that_is_none_is_told_of_when_read_and_when_written(
 ) -> None:
     path = user_table_path(CPU)
     path.parent.mkdir(parents=True)
-    path.write_text('{"schema": 1}')
+    path.write_text('{"schema": 2}')
     first_call()
     with caplog.at_level(logging.WARNING, logger="gristmill"):
         norm(20)
         norm(500)
     read, written = (one.getMessage() for one in caplog.records)
-    assert read.endswith("has schema 1, this version reads 2; it is ignored")
+    assert read.endswith("has schema 2, this version reads 3; it is ignored")
     assert written.endswith("what was tuned is kept in memory only")
-    assert path.read_text() == '{"schema": 1}'
+    assert path.read_text() == '{"schema": 2}'
 
 
 def test_threads_that_meet_one_problem_tune_it_once(first_call: Any, tuned: list[str]) -> None:

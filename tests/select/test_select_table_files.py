@@ -25,7 +25,7 @@ from gristmill.ops.registry import OPS
 from gristmill.select import Table, tables_for
 from gristmill.select.chooser import ranked
 from gristmill.select.configs import config_to_json
-from gristmill.select.explain import explain_problem
+from gristmill.select.explain import explain_problem, launch_words
 from gristmill.select.table import MOST_BYTES, row_from_json, row_to_json
 from gristmill.select.tables import remember, user_table_path
 from gristmill.tune.listing import listed, why_stale
@@ -35,7 +35,7 @@ VARIANTS = [Fake("second"), FIRST]
 ROW: dict[str, Any] = json.loads(row_to_json(row_of(problem(), FIRST, Config(threads=512))))
 KEY = ROW["key"]
 HEAD: dict[str, Any] = {
-    "schema": 2,
+    "schema": 3,
     "gpu": "NVIDIA H200",
     "arch": "sm_90a",
     "multiprocessors": 132,
@@ -48,7 +48,7 @@ def table(*rows: Any, **head: Any) -> str:
 
 def row(**changes: Any) -> str:
     """A table whose second row has something wrong."""
-    other = {**ROW, "key": KEY.replace("rows=1024", "rows=16")}
+    other = {**ROW, "key": KEY.replace("rows=1024", "rows=16"), "covers": [5, 32]}
     return table(other, {**ROW, **changes})
 
 
@@ -64,6 +64,7 @@ def nested(depth: int) -> Any:
 
 
 HUGE = 10**4000
+LAUNCH = launch_words("first", ROW["config"])
 BROKEN: list[tuple[str, str]] = [
     ("", "is not JSON"),
     ("{", "is not JSON"),
@@ -74,8 +75,8 @@ BROKEN: list[tuple[str, str]] = [
     ("\ufeff" + table(), "is not JSON: Unexpected UTF-8 BOM"),
     ("[]", r"must be a JSON object, got \[\]"),
     ("null", "must be a JSON object, got None"),
-    (table(schema=1), "has schema 1, this version reads 2"),
-    (table(schema=[1] * 1000), r"has schema \[1, .*\.\.\.\], this version reads 2"),
+    (table(schema=2), "has schema 2, this version reads 3"),
+    (table(schema=[1] * 1000), r"has schema \[1, .*\.\.\.\], this version reads 3"),
     (table(gpu=None), "'gpu' must be a string, got None"),
     (table(gpu="NVIDIA\nH200"), "'gpu' must be at most 4096 printable characters"),
     (table(multiprocessors=-1), r"'multiprocessors' must be from 0 to 10\*\*18, got -1"),
@@ -113,6 +114,39 @@ BROKEN: list[tuple[str, str]] = [
     (row(date=20260101), "row 2: 'date' must be a string"),
     (row(source_hash="0" * 10**6), "row 2: 'source_hash' must be at most 4096 printable"),
     (row(torch=None), "row 2: 'torch' must be a string"),
+    *(
+        (row(covers=value), "row 2: 'covers' must be a list, got")
+        for value in (None, "513", {}, 1024, True)
+    ),
+    *(
+        (row(covers=value), rf"row 2: 'covers' must be the least and the most rows, .*{shown}")
+        for value, shown in (
+            ([], r"got \[\]"),
+            ([513], r"got \[513\]"),
+            ([513, 1024, 2048], r"got \[513, 1024, 2048\]"),
+            ([-1, 2048], r"got \[-1, 2048\]"),
+            ([None, 2048], r"got \[None, 2048\]"),
+            (["513", 2048], r"got \['513', 2048\]"),
+            ([513, 2048.0], r"got \[513, 2048.0\]"),
+            ([True, 2048], r"got \[True, 2048\]"),
+            ([2048, 513], r"got \[2048, 513\]"),  # the wrong way around
+            ([513, 1023], r"got \[513, 1023\]"),  # without the row count in the key
+            ([1025, None], r"got \[1025, None\]"),
+            ([[513], 2048], r"got \[\[513\], 2048\]"),
+        )
+    ),
+    *(
+        (row(also=value), "row 2: 'also' must be an object, got")
+        for value in (None, [], [[600, 1.0]], 7)
+    ),
+    *(
+        (row(also={name: 1.0}), "row 2: 'also' must have numbers of rows as names, got")
+        for name in ("", "many", "-1", "6 0", "1e3", "٦٤", "600\n", "9" * 30)
+    ),
+    *(
+        (row(also={"600": value}), "row 2: '600' must be a time in microseconds, got")
+        for value in (None, "1", -1.0, True, HUGE, [])
+    ),
 ]
 IDS = [f"{at} {message[:50]}" for at, (_, message) in enumerate(BROKEN)]
 
@@ -252,9 +286,11 @@ def test_a_row_that_does_not_hold_is_passed_over_with_its_reason(
     assert caplog.messages == []
     assert (few.source, many.source) == ("user table", "preference")
     (note,) = many.notes
-    assert note.startswith("user table: its row for rows=1024 is ignored: ")
-    assert reason in note
-    assert len(note) < 400
+    assert note.startswith("user table: its row for 513 to 2048 rows is ignored: ")
+    first, *others = note.splitlines()
+    assert reason in first
+    assert len(first) < 400
+    assert others == [f"  below, for 5 to 32 rows: {LAUNCH}, 10.50 us at rows=1000"]
 
 
 def test_the_row_without_a_change_holds() -> None:
@@ -263,7 +299,7 @@ def test_the_row_without_a_change_holds() -> None:
 
 
 def test_unknown_ops_and_families_are_kept_and_matter_to_no_one() -> None:
-    path = put(row(key="nope rows=64 N=5"))
+    path = put(row(key="nope rows=64 N=5", covers=[33, 128]))
     assert ranked("toy", VARIANTS, problem(rows=16))[0].source == "user table"
     assert [one.stale for one in listed(tables_for(H200)[1:2], H200)] == ["", ""]
     remember(H200, [row_of(problem(64), FIRST, Config(threads=64))])
@@ -280,7 +316,7 @@ def test_unknown_ops_and_families_are_kept_and_matter_to_no_one() -> None:
     ids=["superscript", "zeros", "digits"],
 )
 def test_any_key_is_sorted_and_written(tmp_path: Path, key: str, before: str) -> None:
-    rows = [{**ROW, "key": f"toy rows=1 N={one}"} for one in (key, before)]
+    rows = [{**ROW, "key": f"toy rows=1 N={one}", "covers": [0, 4]} for one in (key, before)]
     path = tmp_path / "h200.json"
     path.write_text(table(*rows))
     table_of(row_of(problem(), FIRST, Config(threads=64))).save(path)
@@ -322,7 +358,10 @@ def test_a_row_of_another_rank_that_is_none_is_a_typed_error(text: str) -> None:
 
 def test_many_sizes_of_one_family_are_read_in_linear_time(tmp_path: Path) -> None:
     """A call waits for this."""
-    rows = [{**ROW, "key": KEY.replace("rows=1024", f"rows={size}")} for size in range(1, 20_000)]
+    rows = [
+        {**ROW, "key": KEY.replace("rows=1024", f"rows={size}"), "covers": [size, size]}
+        for size in range(1, 20_000)
+    ]
     path = tmp_path / "h200.json"
     path.write_text(table(*rows))
     begin = time.process_time()
@@ -331,7 +370,8 @@ def test_many_sizes_of_one_family_are_read_in_linear_time(tmp_path: Path) -> Non
     assert time.process_time() - begin < 5.0
     begin = time.process_time()
     for size in range(20_000, 22_000):
-        assert read.hint(problem(size)) == 19_999
+        assert read.row(problem(size)) is None
+        assert read.row(problem(size - 10_000)) is not None
     assert time.process_time() - begin < 0.5
 
 

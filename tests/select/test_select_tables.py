@@ -57,8 +57,9 @@ def test_a_variant_without_a_config_round_trips(tmp_path: Path) -> None:
     assert Table.load(path).lookup(problem(), [SECOND, FIRST]) == (SECOND, None)
 
 
-def test_a_row_serves_its_bucket_and_no_other() -> None:
+def test_a_row_serves_what_it_covers_and_nothing_else() -> None:
     found = table_of(measured(rows=1000))
+    assert found.lookup(problem(rows=512), [FIRST]) is None
     assert found.lookup(problem(rows=513), [FIRST]) is not None
     assert found.lookup(problem(rows=2048), [FIRST]) is not None
     assert found.lookup(problem(rows=2049), [FIRST]) is None
@@ -101,7 +102,7 @@ def test_file_is_sorted_by_number_with_one_row_per_line(tmp_path: Path) -> None:
     table_of(*(measured(rows=rows) for rows in (1024, 64, 256, 1))).save(path)
     lines = [line for line in path.read_text().splitlines() if '"key"' in line]
     assert [line.split("rows=")[1].split()[0] for line in lines] == ["1", "64", "256", "1024"]
-    assert json.loads(path.read_text())["schema"] == 2
+    assert json.loads(path.read_text())["schema"] == 3
 
 
 def test_save_keeps_other_rows_and_replaces_its_own(tmp_path: Path) -> None:
@@ -219,7 +220,7 @@ def test_user_table_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None
     assert read_for(H200) == ()
 
 
-OTHER_GPU = {"schema": 2, "gpu": "NVIDIA H100", "arch": "sm_90a", "multiprocessors": 1, "rows": []}
+OTHER_GPU = {"schema": 3, "gpu": "NVIDIA H100", "arch": "sm_90a", "multiprocessors": 1, "rows": []}
 
 
 @pytest.mark.parametrize("text", ["nonsense", json.dumps(OTHER_GPU)])

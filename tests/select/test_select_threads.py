@@ -31,6 +31,7 @@ from gristmill.select import (
     reset_tables,
     tables_for,
 )
+from gristmill.select.sight import placed
 from gristmill.select.tables import user_table_path
 
 THREADS, SHAPES, CALLS = 64, 200, 10_000
@@ -72,7 +73,7 @@ def telling(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Telling]]:
 
 
 def shapes() -> list[tuple[int, int]]:
-    """Several buckets of rows for each length, so that neighbours share keys but for one word."""
+    """Several rows of the table for each length: neighbours share keys but for one word."""
     return [
         (rows, columns)
         for columns in range(8, 208, 8)
@@ -111,11 +112,15 @@ def test_every_call_gets_the_choice_of_its_own_shape(
     expected: dict[tuple[int, int], str] = {}
     winners: dict[str, Telling] = {}
     for rows, columns in shapes():
-        # By bucket: 9 and 20 rows, and 64 and 90, share theirs.
-        key = tables_for(CPU)[0].table.key(asked(rows, columns))
+        # 9 and 20 rows are covered by one row of the table, as are 64 and 90.
+        key = placed(asked(rows, columns))[0]
         winner = winners.setdefault(key, telling[len(winners) % len(telling)])
         expected[rows, columns] = winner.name
-    rows_of = {key: row_of(asked(1, 8), winner, key=key) for key, winner in winners.items()}
+    rows_of = {}
+    for rows, columns in shapes():
+        row = row_of(asked(rows, columns), winners[placed(asked(rows, columns))[0]])
+        rows_of[row.key] = row
+    assert set(rows_of) == set(winners)
     table_of(*rows_of.values(), device=CPU).save(user_table_path(CPU))
     reset_tables()
     assert len(expected) == SHAPES
@@ -147,9 +152,16 @@ def test_every_call_gets_the_choice_of_its_own_shape(
 
 
 def test_rows_that_come_while_others_choose_are_never_half_there(telling: list[Telling]) -> None:
-    """One thread splits buckets; the others must find the row of their size or the usual choice."""
-    splits = [row_of(asked(size, 64), telling[1], hint=size) for size in range(300, 900, 7)]
-    allowed = {"one", "two"}
+    """One thread adds rows that take from each other; the others must find the row of their size.
+
+    What is covered from the beginning is covered at every moment.
+    """
+    splits = [
+        row_of(asked(size, 64), telling[1], stop=size, covers=(size, 2048))
+        for size in range(300, 900, 7)
+    ]
+    remember(CPU, [row_of(asked(1000, 64), telling[2], stop=1, covers=(0, 2048))], keep=False)
+    allowed = {"two", "three"}
     seen: set[str] = set()
 
     def work(number: int) -> None:
@@ -162,8 +174,9 @@ def test_rows_that_come_while_others_choose_are_never_half_there(telling: list[T
 
     run_threads(work)
     assert seen <= allowed
-    for size in range(300, 900, 7):
+    for size in range(300, 2049, 7):
         assert ranked("rms_norm", telling, asked(size, 64))[0].variant.name == "two"
+    assert ranked("rms_norm", telling, asked(299, 64))[0].variant.name == "three"
 
 
 def test_a_choice_in_flight_does_not_bring_back_what_is_forgotten(

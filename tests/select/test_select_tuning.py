@@ -13,10 +13,12 @@ from select_fakes import H200, Config, Fake, problem, row_of
 
 from gristmill.errors import CompileError, VariantUnavailable
 from gristmill.select import Device, Timing, remember, timing, tuning, use
+from gristmill.select.problem import Span
 from gristmill.select.timing import time_interleaved
-from gristmill.select.tuning import Candidate, candidates, measure, tune
+from gristmill.select.tuning import Candidate, can_run, candidates, measure, tune, unbeaten
 
 CPU = Device("cpu", "cpu")
+COVERS = Span(513, 2048)
 
 
 class Stopwatch:
@@ -61,9 +63,11 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Stopwatch]:
     return install
 
 
-def contest(watch: Any, incumbent: str, times: Mapping[str, Any], spread: float = 0.0) -> Any:
+def contest(
+    watch: Any, incumbent: str, times: Mapping[str, Any], spread: float = 0.0, **options: Any
+) -> Any:
     watch(times, spread)
-    return measure({name: lambda *args: None for name in times}, (), incumbent=incumbent)
+    return measure({name: lambda *args: None for name in times}, (), incumbent=incumbent, **options)
 
 
 def test_the_fastest_wins_and_the_next_is_second(watch: Any) -> None:
@@ -96,6 +100,75 @@ def test_the_incumbent_stays_unless_beaten_by_more_than_noise(
 def test_the_incumbent_kept_within_noise_leaves_the_fastest_as_second(watch: Any) -> None:
     found = contest(watch, "a", {"a": 10.0, "b": 9.95, "c": 9.92})
     assert (found.winner, found.second) == ("a", "c")
+
+
+@pytest.mark.parametrize(
+    ("times", "winner"),
+    [
+        ({"below": 10.0, "above": 9.97, "now": 9.96, "best": 9.95}, "below"),
+        ({"below": 10.5, "above": 10.0, "now": 9.96, "best": 9.95}, "above"),
+        ({"below": 10.5, "above": 10.6, "now": 10.0, "best": 9.95}, "now"),
+        ({"below": 10.5, "above": 10.6, "now": 10.7, "best": 9.95}, "best"),
+        ({"below": 9.0, "above": 8.99, "now": 9.96, "best": 9.95}, "below"),
+        ({"below": RuntimeError("no"), "above": 10.0, "now": 9.96, "best": 9.95}, "above"),
+    ],
+)
+def test_what_runs_at_neighbouring_sizes_stays_unless_beaten_by_more_than_noise(
+    watch: Any, times: dict[str, Any], winner: str
+) -> None:
+    """In their order, then the incumbent."""
+    found = contest(watch, "now", times, preferred=["below", "above", "not there"])
+    assert found.winner == winner
+    others = {name: us for name, us in times.items() if name != winner and isinstance(us, float)}
+    assert found.second == min(others, key=lambda name: others[name])
+
+
+def test_what_is_kept_wins_only_by_its_time(watch: Any) -> None:
+    times = {"now": 9.0, "rule": 8.95, "best": 8.0}
+    assert contest(watch, "now", times, kept=["rule"]).winner == "best"
+    assert contest(watch, "now", {**times, "best": 8.99}, kept=["rule"]).winner == "now"
+
+
+@pytest.mark.parametrize("option", ["preferred", "kept"])
+def test_neighbours_and_heuristics_are_in_the_last_round_though_slow_in_the_first(
+    watch: Any, option: str
+) -> None:
+    times: dict[str, Any] = {name: 10.0 + number for number, name in enumerate("abcdefgh")}
+    times["g"] = [40.0, 5.0]
+    times["e"] = [50.0, RuntimeError("later")]
+    made = watch(times)
+    named = {"incumbent": "h", option: ["g", "e"]}
+    found = measure(dict.fromkeys(times, lambda: None), (), **named)
+    assert made.rounds == [(list("abcdefgh"), 3), (["a", "b", "c", "d", "e", "g", "h"], 9)]
+    assert (found.winner, found.second) == ("g", "a")
+    assert set(found.last) == {"a", "b", "c", "d", "g", "h"}
+    assert found.last["g"].us == found.timings["g"].us == 5.0
+    assert found.timings["e"].us == 50.0
+    assert found.failures == {"e": "RuntimeError: later"}
+
+
+def test_one_of_them_that_fails_in_the_first_round_is_not_in_the_last(watch: Any) -> None:
+    times: dict[str, Any] = {name: 10.0 + number for number, name in enumerate("abcdefgh")}
+    times["g"] = RuntimeError("no")
+    made = watch(times)
+    measure(dict.fromkeys(times, lambda: None), (), incumbent="h", preferred=["g"], kept=["g"])
+    assert made.rounds[1] == (["a", "b", "c", "d", "h"], 9)
+
+
+def test_unbeaten_takes_the_first_that_is_within_noise_of_the_fastest() -> None:
+    def timings(**us: float) -> dict[str, Timing]:
+        return {name: Timing(one, 0.0, 9, "graph") for name, one in us.items()}
+
+    some = timings(a=10.0, b=9.95, c=9.85)
+    assert unbeaten(some, []) == "c"
+    assert unbeaten(some, ["a"]) == "c"
+    assert unbeaten(some, ["a", "b"]) == "c"  # by 1.005 percent
+    assert unbeaten(timings(a=10.0, b=9.9, c=9.85), ["a", "b"]) == "b"
+    assert unbeaten(timings(a=10.0, b=9.95), ["b", "a"]) == "b"
+    assert unbeaten(timings(a=10.0, b=9.95), ["a", "b"]) == "a"
+    assert unbeaten(timings(a=10.0), ["gone"]) == "a"
+    noisy = {"a": Timing(10.0, 1.0, 9, "graph"), "b": Timing(9.4, 0.4, 9, "graph")}
+    assert unbeaten(noisy, ["a"]) == "a"
 
 
 def test_up_to_four_meet_in_one_round(watch: Any) -> None:
@@ -260,9 +333,12 @@ TIMES = {
 
 def test_a_row_says_what_was_measured(watch: Any) -> None:
     watch(TIMES, spread=0.5)
-    outcome = tune("toy", variants(), problem(), (), key="toy rows=1024", thorough=True)
+    outcome = tune(
+        "toy", variants(), problem(), (), key="toy rows=1024", covers=COVERS, thorough=True
+    )
     row = outcome.row
     assert (row.key, row.variant, row.us, row.spread_us) == ("toy rows=1024", "first", 9.123, 0.5)
+    assert (row.covers, row.also) == (COVERS, {})
     assert row.config == {"threads": 64, "vector": 16, "order": (), "scope": "warp", "cap": None}
     assert row.second is not None
     assert (row.second.variant, row.second.us) == ("first", 10.0)
@@ -279,16 +355,91 @@ def test_a_row_says_what_was_measured(watch: Any) -> None:
     assert outcome.won == pytest.approx(1 - 9.123 / 12.0)
 
 
+def launch(threads: int, name: str = "first", **values: Any) -> Candidate:
+    return Candidate(Fake(name, configured=True, source="v1"), Config(threads, **values))
+
+
+def test_launches_of_neighbouring_sizes_take_part_and_are_preferred(watch: Any) -> None:
+    more = [launch(512), launch(64)]
+    # Of 0.9 percent.
+    made = watch({**TIMES, f"first threads=512 {CONFIG}": 9.2})
+    some = variants()
+    outcome = tune(
+        "toy",
+        some,
+        problem(),
+        (),
+        key=problem().key(1024),
+        covers=COVERS,
+        neighbours=[Candidate(some[0], one.config) for one in more],
+    )
+    assert made.rounds == [
+        (
+            [
+                f"first threads=128 {CONFIG}",
+                f"first threads=512 {CONFIG}",
+                f"first threads=64 {CONFIG}",
+                "second",
+            ],
+            9,
+        )
+    ]
+    assert outcome.row.config is not None
+    assert (outcome.row.config["threads"], outcome.row.us) == (512, 9.2)
+    assert outcome.row.second is not None
+    assert outcome.row.second.us == 9.123
+    assert outcome.row.candidates == 4
+    assert {name: one.us for name, one in outcome.timings.items()} == {
+        f"first threads=128 {CONFIG}": 12.0,
+        f"first threads=512 {CONFIG}": 9.2,
+        f"first threads=64 {CONFIG}": 9.12345,
+        "second": 11.0,
+    }
+    assert {name: str(one) for name, one in outcome.launches.items()} == {
+        name: name for name in outcome.timings
+    }
+
+
+def test_what_the_heuristics_take_is_in_the_last_round(watch: Any) -> None:
+    """Where a table decides what runs now: what it says must not be slower than no table."""
+    configs = [Config(threads) for threads in range(32, 320, 32)]
+    some = [Fake("first", configured=True, source="v1", more=configs), Fake("second")]
+    remember(H200, [row_of(problem(), some[1])], keep=False)
+    times: dict[str, Any] = {f"first threads={one.threads} {CONFIG}": 12.0 for one in configs}
+    times |= {f"first threads=128 {CONFIG}": [50.0, 9.0], "second": 13.0}
+    made = watch(times)
+    outcome = tune(
+        "toy", some, problem(), (), key=problem().key(1024), covers=COVERS, thorough=True
+    )
+    assert outcome.before == "second"
+    assert f"first threads=128 {CONFIG}" in made.rounds[-1][0]
+    assert "second" in made.rounds[-1][0]
+    assert outcome.row.config is not None
+    assert outcome.row.config["threads"] == 128
+
+
+def test_only_launches_that_can_run_here_are_taken_from_other_sizes() -> None:
+    few = Fake("few", configured=True, refusal=lambda one: "many" if one.rows > 1000 else None)
+    assert can_run(launch(64), problem())
+    assert not can_run(launch(33), problem())
+    assert can_run(Candidate(Fake("second"), None), problem())
+    assert can_run(Candidate(few, Config(64)), problem(1000))
+    assert not can_run(Candidate(few, Config(64)), problem(1001))
+    random = Candidate(Fake("second", random="atomics"), None)
+    assert can_run(random, problem())
+    assert not can_run(random, problem(deterministic=True))
+
+
 def test_without_thoroughness_each_variant_has_one_launch(watch: Any) -> None:
     made = watch(TIMES)
-    outcome = tune("toy", variants(), problem(), (), key="toy rows=1024")
+    outcome = tune("toy", variants(), problem(), (), key="toy rows=1024", covers=COVERS)
     assert made.rounds == [([f"first threads=128 {CONFIG}", "second"], 9)]
     assert (outcome.row.variant, outcome.row.config, outcome.row.candidates) == ("second", None, 2)
 
 
 def test_only_one_candidate_makes_a_row_without_a_second(watch: Any) -> None:
     watch(TIMES)
-    row = tune("toy", [Fake("second")], problem(), (), key="toy rows=1024").row
+    row = tune("toy", [Fake("second")], problem(), (), key="toy rows=1024", covers=COVERS).row
     assert (row.variant, row.second, dict(row.times)) == ("second", None, {"second": 11.0})
 
 
@@ -314,7 +465,7 @@ def test_what_runs_now_takes_part_first_with_its_tuned_config(watch: Any) -> Non
     tuned = Config(threads=1024)
     remember(H200, [row_of(problem(), some[0], tuned)], keep=False)
     made = watch({**TIMES, f"first threads=1024 {CONFIG}": 12.0, "second": 11.95})
-    outcome = tune("toy", some, problem(), (), key=problem().key(1024))
+    outcome = tune("toy", some, problem(), (), key=problem().key(1024), covers=COVERS)
     assert made.rounds[0][0][0] == outcome.before == f"first threads=1024 {CONFIG}"
     # 0.4% is noise.
     assert outcome.row.config is not None
@@ -324,7 +475,7 @@ def test_what_runs_now_takes_part_first_with_its_tuned_config(watch: Any) -> Non
 def test_the_reference_stays_in_where_it_is_what_runs_now(watch: Any) -> None:
     watch(TIMES)
     with use("toy", "reference"):
-        outcome = tune("toy", variants(), problem(), (), key="toy rows=1024")
+        outcome = tune("toy", variants(), problem(), (), key="toy rows=1024", covers=COVERS)
     assert (outcome.before, outcome.before_us) == ("reference", 100.0)
     assert outcome.row.variant == "second"
 
@@ -332,7 +483,9 @@ def test_the_reference_stays_in_where_it_is_what_runs_now(watch: Any) -> None:
 def test_variants_that_cannot_be_built_are_failures(watch: Any) -> None:
     watch(TIMES)
     broken = Fake("first", failure=CompileError("expected a ';'"))
-    outcome = tune("toy", [broken, Fake("second")], problem(), (), key="toy rows=1024")
+    outcome = tune(
+        "toy", [broken, Fake("second")], problem(), (), key="toy rows=1024", covers=COVERS
+    )
     assert outcome.row.variant == "second"
     assert outcome.failures == {"first": "CompileError: expected a ';'"}
     assert (outcome.before_us, outcome.won) == (None, 0.0)
@@ -341,15 +494,19 @@ def test_variants_that_cannot_be_built_are_failures(watch: Any) -> None:
 def test_nothing_that_can_be_built_is_an_error_with_the_reasons() -> None:
     broken = Fake("first", failure=CompileError("expected a ';'"))
     with pytest.raises(VariantUnavailable, match=r"no variant could be built: first: CompileError"):
-        tune("toy", [broken], problem(), (), key="toy rows=1024")
+        tune("toy", [broken], problem(), (), key="toy rows=1024", covers=COVERS)
 
 
 def test_modes_decide_who_takes_part(watch: Any) -> None:
     watch({"second": 5.0, "reference": 1.0, "first": 2.0})
     some = [Fake("first", random="atomics"), Fake("second"), Fake("reference", varies="adds")]
-    row = tune("toy", some, problem(deterministic=True, device=CPU), (), key="k rows=1").row
+    row = tune(
+        "toy", some, problem(deterministic=True, device=CPU), (), key="k rows=1", covers=COVERS
+    ).row
     assert dict(row.times) == {"second": 5.0, "reference": 1.0}
-    row = tune("toy", some, problem(batch_invariant=True, device=CPU), (), key="k rows=1").row
+    row = tune(
+        "toy", some, problem(batch_invariant=True, device=CPU), (), key="k rows=1", covers=COVERS
+    ).row
     assert dict(row.times) == {"first": 2.0, "second": 5.0}
 
 
@@ -362,7 +519,7 @@ def test_written_arguments_are_timed_on_copies_and_what_is_read_only_is_not_copi
 
     x, y = torch.zeros(8), torch.ones(8)
     some = [Fake("first", work=add_), Fake("second", work=add_)]
-    tune("toy", some, problem(device=CPU), (x, y), key="toy rows=1024", written=(0,))
+    tune("toy", some, problem(device=CPU), (x, y), key="toy rows=1024", covers=COVERS, written=(0,))
     assert x.sum() == 0
     assert {pointers[0] for pointers in seen}.isdisjoint({x.data_ptr()})
     assert {pointers[1] for pointers in seen} == {y.data_ptr()}
