@@ -51,6 +51,7 @@ class Cut:
     """
 
     config: WgmmaConfig
+    rows: int
     tokens: int
     depth: int
     stages: int
@@ -60,6 +61,7 @@ class Cut:
     token_tiles: int
     row_units: int
     blocks: int  # that are to fit on an SM
+    resident: int  # that do fit: never fewer than `blocks`, often more
     reason: str | None  # why there is no such launch, if so
 
     @property
@@ -78,6 +80,10 @@ class Cut:
     @property
     def shared(self) -> int:
         return _shared(self.config, self.tokens, self.depth, self.stages)
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.depth * _chunk_bytes(self.config, self.tokens)
 
 
 def _has_registers(tokens: int, groups: int, blocks: int) -> bool:
@@ -113,6 +119,9 @@ def cut(config: WgmmaConfig, rows: int, n: int, k: int, device: Device) -> Cut:
     blocks = max(1, min(config.blocks, (room + 1024) // (shared + 1024)))
     while blocks > 1 and not _has_registers(tokens, groups, blocks):
         blocks -= 1
+    resident, most = blocks, (room + 1024) // (shared + 1024)
+    while resident < most and _has_registers(tokens, groups, resident + 1):
+        resident += 1
     reason = why_no_room(shared, device)
     if reason is None and (config.split - 1) * share >= chunks:
         reason = f"{chunks} chunks of columns cannot be split in {config.split}"
@@ -120,6 +129,7 @@ def cut(config: WgmmaConfig, rows: int, n: int, k: int, device: Device) -> Cut:
         reason = f"{groups} warpgroups with tiles of {tokens} tokens need too many registers"
     return Cut(
         config=config,
+        rows=rows,
         tokens=tokens,
         depth=depth,
         stages=stages,
@@ -129,6 +139,7 @@ def cut(config: WgmmaConfig, rows: int, n: int, k: int, device: Device) -> Cut:
         token_tiles=math.ceil(rows / tokens),
         row_units=math.ceil(slabs / config.row_groups),
         blocks=blocks,
+        resident=resident,
         reason=reason,
     )
 
@@ -136,48 +147,47 @@ def cut(config: WgmmaConfig, rows: int, n: int, k: int, device: Device) -> Cut:
 def _shared(config: WgmmaConfig, tokens: int, depth: int, stages: int) -> int:
     """Bytes: the ring, sums on their way out, factors and shifts of the rows, barriers."""
     rows = SLAB * config.row_groups
-    ring = stages * depth * (tokens * 128 + config.row_groups * PIECE_BYTES)
+    ring = stages * depth * _chunk_bytes(config, tokens)
     piece = tokens if tokens < 64 else 48 if tokens % 64 else 64
     whole = config.k_groups == config.split == 1
     sums = config.row_groups * piece * 144 if whole else config.k_groups * piece * (rows + 4) * 4
     return ring + sums + 2 * rows * 4 + 16 * stages
 
 
-# Row groups, column groups, depth, stages, blocks: the shapes that won somewhere when all sensible
-# ones were timed (H200, bf16, seven weights from 2112x7168 to 57344x8192).
+def _chunk_bytes(config: WgmmaConfig, tokens: int) -> int:
+    """Of a chunk of columns in the ring: the activations of a tile, and the weight's pieces."""
+    return tokens * CHUNK * 2 + config.row_groups * PIECE_BYTES
+
+
+# Row groups, column groups, depth, stages, blocks, by the tokens of a tile: the shapes that won
+# somewhere when all sensible ones were timed (H200, bf16). All are considered for any number of
+# rows, and `estimate` decides; but not those that would have as many tokens as a smaller size,
+# which has shapes of its own. With ten weights at 18 numbers of rows, the best of these is 0.1%
+# slower in the mean than the best of all shapes with all tiles, and 5% at worst. Where the model
+# holds two equal the first is taken: those come first that took less than it says, in the mean.
 Shape = tuple[int, int, int, int, int]
-_FEW: tuple[Shape, ...] = (
-    *((1, 1, 4, 4, 3), (1, 1, 4, 3, 5), (1, 1, 4, 4, 4), (1, 2, 8, 3, 2), (1, 2, 4, 4, 3)),
-    *((1, 2, 4, 6, 2), (1, 2, 8, 4, 1), (2, 1, 4, 4, 2), (2, 1, 2, 4, 3), (1, 4, 8, 4, 1)),
-)
-_SOME: tuple[Shape, ...] = (
-    (1, 1, 2, 4, 4),
-    (4, 1, 2, 4, 1),
-    (2, 2, 4, 3, 1),
-    (1, 2, 4, 3, 2),
-    (2, 1, 2, 4, 2),
-)
-_MANY: dict[int, tuple[Shape, ...]] = {
+_SHAPES: dict[int, tuple[Shape, ...]] = {
+    64: (
+        *((1, 1, 4, 3, 5), (2, 2, 4, 3, 1), (4, 1, 2, 4, 1), (1, 1, 2, 4, 4), (2, 1, 2, 4, 2)),
+        *((2, 1, 2, 4, 3), (2, 1, 4, 4, 2), (1, 2, 4, 6, 2), (1, 2, 8, 4, 1), (1, 1, 4, 4, 4)),
+        *((1, 2, 8, 3, 2), (1, 4, 8, 4, 1), (1, 2, 4, 3, 2), (1, 2, 4, 4, 3), (1, 1, 4, 4, 3)),
+    ),
     96: ((2, 1, 2, 4, 1), (3, 1, 1, 6, 1), (1, 2, 4, 3, 1)),
     128: ((2, 1, 2, 4, 1), (1, 1, 2, 4, 2)),
     192: ((2, 1, 1, 5, 1), (3, 1, 1, 4, 1)),
     256: ((2, 1, 1, 5, 1), (1, 1, 1, 5, 1)),
 }
 _SPLITS = (1, 2, 4, 8)  # of 8 blocks is the largest cluster that any device has
-_KNOWN = frozenset(
-    (tokens, *shape) for tokens, some in {64: _FEW + _SOME, **_MANY}.items() for shape in some
-)
+_KNOWN = frozenset((tokens, *shape) for tokens, some in _SHAPES.items() for shape in some)
 
 
 @functools.lru_cache(maxsize=1024)
 def candidates(rows: int, n: int, k: int, device: Device) -> tuple[WgmmaConfig, ...]:
     """The configs worth timing, the fastest by the model first; empty if none fits."""
     found: dict[WgmmaConfig, float] = {}
-    for config in _all(rows):
-        whole = cut(config, rows, n, k, device)
-        if whole.reason is None:
-            for one in _ways(whole, device):
-                found[one] = estimate(cut(one, rows, n, k, device), device)
+    for whole in _cuts(rows, n, k, device):
+        for one in _ways(whole, device):
+            found[one] = estimate(replace(whole, config=one), device)
     return tuple(sorted(found, key=found.__getitem__)[:CANDIDATES])
 
 
@@ -200,23 +210,26 @@ def cut_of(problem: Problem, config: WgmmaConfig) -> Cut:
     return cut(config, problem.rows, problem.dim("N"), problem.dim("K"), problem.device)
 
 
-def _all(rows: int) -> Iterator[WgmmaConfig]:
-    shapes: dict[int, tuple[Shape, ...]]
-    if rows <= 64:
-        shapes = {64: _FEW if rows <= 32 else _SOME}
-    elif rows <= 128:
-        shapes = {size: _MANY[size] for size in (96, 128) if size >= rows} | {64: _SOME}
-    else:
-        shapes = {size: shape for size, shape in _MANY.items() if size > 96}
-    for tokens, some in shapes.items():
-        for row_groups, k_groups, depth, stages, blocks in some:
+def _cuts(rows: int, n: int, k: int, device: Device) -> Iterator[Cut]:
+    """All shapes that have a launch; of the sizes, those that the rows fill."""
+    least, seen = min(_SHAPES), set()
+    for tokens, shapes in _SHAPES.items():
+        for row_groups, k_groups, depth, stages, blocks in shapes:
             for split in _SPLITS:
-                yield WgmmaConfig(tokens, row_groups, k_groups, depth, stages, split, blocks=blocks)
+                config = WgmmaConfig(
+                    tokens, row_groups, k_groups, depth, stages, split, blocks=blocks
+                )
+                whole = cut(config, rows, n, k, device)
+                kind = (row_groups, k_groups, whole.depth, whole.stages, split, whole.blocks)
+                fills = tokens == least or whole.tokens == tokens
+                if whole.reason is None and fills and (tokens, kind) not in seen:
+                    seen.add((tokens, kind))
+                    yield whole
 
 
 def _ways(whole: Cut, device: Device) -> Iterator[WgmmaConfig]:
     """The launches of a cut: a block for each tile, or as many as fit, with tile after tile."""
-    config, room = whole.config, device.multiprocessors * whole.blocks
+    config, room = whole.config, device.multiprocessors * whole.resident
     if config.split > 1 and whole.units * config.split > 4 * room:
         return  # there is enough to do for everybody
     yield config
@@ -224,51 +237,91 @@ def _ways(whole: Cut, device: Device) -> Iterator[WgmmaConfig]:
         yield replace(config, persistent=True)
 
 
-# Cycles of an SM for a piece of the weight by what limits them, and microseconds. Fitted to the
-# times of launches of 84 products on an H200, M = 1 to 4096: the one that it puts first is 2.8%
-# slower than the best in the mean, 27% at worst (128 tokens by 24576x1536). The parts explain
-# nothing.
-_CLOCK = 1750.0  # per microsecond
-_ISSUE, _ISSUE_TOKEN = 122.7, 1.305
-_TENSOR_TOKEN = 2.236
-_WAIT, _WAIT_TOKEN = 199.7, 0.971  # of a warpgroup that is alone
-_PASS, _EPILOGUE = 1.822, 7.695
-_SPLIT, _SPLIT_TOKEN, _SPLIT_FURTHER = 0.43, 0.00708, 3.303
-_BANDWIDTH = 12.0e6  # bytes per microsecond, if nothing else took time
-_TOKENS_FROM_L2 = 0.324  # of what an SM fetches again, the part that is felt
-_OVERLAP = 0.4246  # of the shorter of memory and arithmetic, the part that is not hidden
+@dataclass(frozen=True)
+class Costs:
+    """What the parts of a launch cost, in cycles of an SM's clock unless something else is said.
+
+    tools/fit_nvfp4_linear.py fitted all of them at once to the times of 9,564 launches on an H200
+    (benchmarks/results/h200-2026-11-16/nvfp4_linear-launches), each within bounds that the hardware
+    sets. With those of weights that took no part in the fit, the chosen launch is 1.7% slower than
+    the best in the mean, and 14.6% at worst.
+    """
+
+    issue: float = 102.0  # instructions that decode a piece of the weight, in an SM's issue slots
+    issue_token: float = 1.65  # and its matrix instructions, for each token of the tile
+    tensor_token: float = 2.29  # the tensor cores, for each token: 2 at 4096 operations a cycle
+    wait: float = 145.0  # of a warpgroup for its own piece, which no other work shortens
+    wait_token: float = 1.7  # the same, for each token
+    copy: float = 98.9  # the producer's thread, to start one bulk or tensor copy
+    refill: float = 1290.0  # from giving a slot back until its first bytes are there
+    fill: float = 91.0  # bytes per cycle that come into one slot meanwhile
+    add: float = 12.1  # sums that are added through shared memory, for each token and row group
+    start: float = 3.0  # us: blocks begin, and the first slots arrive
+    split: float = 1.07  # us: the blocks of a cluster wait for each other
+    early: float = 0.39  # us of the start that are saved where the previous grid leaves room
+    weight: float = 4.8  # MB of the weight that memory gives per us: of the data sheet, not fitted
+    latency: float = 1240.0  # of memory, felt once for each time that the ring goes round
+    missing: float = 14.7  # thousands of rows beyond the end of the tokens per us, of all SMs
 
 
-def estimate(whole: Cut, device: Device) -> float:
+COSTS = Costs()
+_CLOCK = 1750.0  # cycles per microsecond, near what an H200 has under such load
+# Memory and SMs overlap, but not entirely when they take about as long: (a^4 + b^4)^(1/4) is about
+# the larger of two that differ, and 1.19 times either of two that are the same.
+_OVERLAP = 4
+# The part of a GPU's multiprocessors that clusters of so many blocks fill. The blocks of a cluster
+# lie in one GPC, and multiprocessors that are left over in a GPC stay empty. On an H200, with one
+# block on each of its 132, 27 clusters of 4 ran at once and 32 did not; 11 of 8 did and 16 did not.
+# These give 30 and 14. The driver knows the number, but GPCs of chips of one model differ, and what
+# is chosen must not depend on the chip: ranks choose alike.
+_FILLED = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.85}
+
+
+def _room(device: Device, split: int) -> int:
+    """Clusters that run at once, with one block on each multiprocessor."""
+    return max(1, int(device.multiprocessors * _FILLED[split] / split))
+
+
+def estimate(whole: Cut, device: Device, costs: Costs = COSTS) -> float:
     """Microseconds."""
-    config, tokens = whole.config, whole.tokens
-    blocks, processors = whole.blocks, device.multiprocessors
-    pieces = whole.share * config.row_groups
-    epilogue = _EPILOGUE * tokens * config.row_groups
+    config, tokens, resident = whole.config, whole.tokens, whole.resident
+    slots = math.ceil(whole.share / whole.depth)  # of the ring, that a block fills in turn
+    # The last slot is multiplied whole, where it ends beyond the columns by zeros.
+    pieces = slots * whole.depth * config.row_groups
 
-    def piece(resident: int) -> float:
-        busy = max(_ISSUE + _ISSUE_TOKEN * tokens, _TENSOR_TOKEN * tokens)
-        return max(busy, (_WAIT + _WAIT_TOKEN * tokens) / (resident * whole.groups))
-
-    units = whole.units * config.split
-    if config.persistent:
-        turns = math.ceil(units / (processors * blocks))
-        cycles = turns * (blocks * pieces * piece(blocks) + epilogue) + _PASS * _CLOCK
-    else:
-        cycles = 0.0
-        passes, rest = divmod(units, processors * blocks)
-        for count, times in ((blocks, passes), (math.ceil(rest / processors), 1)):
-            if count:
-                one = count * (pieces * piece(count) + epilogue) + _PASS * _CLOCK
-                cycles += times * one
-    weight = whole.slabs * whole.chunks * PIECE_BYTES
-    again = (
-        whole.token_tiles * tokens * whole.chunks * CHUNK * 2 * whole.row_units * _TOKENS_FROM_L2
+    # Work of a block that others on its SM wait for, and the time that it needs on its own.
+    work = pieces * max(costs.issue + costs.issue_token * tokens, costs.tensor_token * tokens)
+    adds = config.split > 1 or config.k_groups > 1
+    ends = costs.add * tokens * config.row_groups if adds else 0.0
+    alone = max(
+        pieces / whole.groups * (costs.wait + costs.wait_token * tokens),
+        slots * (2 * config.row_groups + whole.depth) * costs.copy,
+        # A slot is given back once the next one is begun, so one of them is never being filled.
+        slots / (whole.stages - 1) * (costs.refill + whole.slot_bytes / costs.fill),
     )
-    memory = (weight + again) / _BANDWIDTH
-    arithmetic = cycles / _CLOCK
-    us = max(memory, arithmetic) + _OVERLAP * min(memory, arithmetic)
-    if config.split > 1:
-        us += _SPLIT + _SPLIT_TOKEN * tokens * config.row_groups
-        us += _SPLIT_FURTHER if config.split > 2 else 0.0
-    return us
+
+    def together(blocks: int) -> float:
+        return max(blocks * work, alone) + blocks * ends
+
+    room = _room(device, config.split)
+    passes, rest = divmod(whole.units, room * resident)
+    turns = passes + (rest > 0)
+    last = math.ceil(rest / room) if rest else resident  # blocks of an SM in the last turn
+    if config.persistent:
+        cycles, starts = turns * together(resident), 1
+        last = resident if passes else last
+    else:
+        cycles, starts = passes * together(resident) + (together(last) if rest else 0.0), turns
+    arithmetic = cycles / _CLOCK + starts * costs.start
+
+    # The weight at the memory's full rate, and waits for it: fewer with more slots in the ring.
+    memory = whole.slabs * whole.chunks * PIECE_BYTES / (costs.weight * 1e6)
+    memory += turns * slots / whole.stages * costs.latency / _CLOCK
+    # Rows that a copy finds beyond the last token are zeros. All SMs together get only so many.
+    beyond = whole.token_tiles * tokens - whole.rows
+    missing = whole.row_units * whole.chunks * beyond / (costs.missing * 1e3)
+    parts = (arithmetic, memory, missing)
+    us = float(sum(part**_OVERLAP for part in parts) ** (1 / _OVERLAP))
+    # While this grid's last blocks run, as many of the next one load what they can of the weight.
+    us -= costs.early if resident >= 2 * last else 0.0
+    return us + (costs.split if config.split > 1 else 0.0)
