@@ -202,13 +202,17 @@ def tune(
     capture_sizes: Annotated[
         str | None,
         typer.Option(
-            help="Choose for the batches that a server captures CUDA graphs for: vllm, or numbers "
-            "as in 1,2,4,8. Only those are measured between which the choice changes."
+            help="In the place of --rows: the batches that a server captures CUDA graphs for, vllm "
+            "or numbers as in 1,2,4,8. Between the first and the last only those are measured "
+            "that are needed to find where the choice changes."
         ),
     ] = None,
     split: Annotated[
         bool,
-        typer.Option(help="Measure between two numbers of rows until each switch is bracketed."),
+        typer.Option(
+            help="Also measure where the heuristics change their choice, and between two numbers "
+            "of rows with different winners; without, only what is named."
+        ),
     ] = True,
     probes: Annotated[
         int,

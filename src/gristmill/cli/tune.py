@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ from gristmill.tune.report import is_changed, line, outcome_as_dict, speedup, su
 
 # More of these tell nothing new.
 _MOST_NOTES = 20
+_ROW_COUNT = re.compile(r"[1-9]\d{0,8}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -61,11 +64,12 @@ class Options:
 def run(options: Options) -> None:
     where = torch_device(options.device)
     device = device_of(where)
+    make_plan = _planner(options, device)
     table = open_table(device, options.table)
-    plan = _plan(options, device)
     # What is for people goes to stderr when stdout is for machines.
     out = console(stderr=options.json)
     out.print(f"{device}, table {table[0]}", soft_wrap=True)
+    plan = make_plan()
     with _Screen(out) as screen:
         report = tune_ahead(
             plan,
@@ -84,19 +88,33 @@ def run(options: Options) -> None:
         raise typer.Exit(FAILURE)
 
 
-def _plan(options: Options, device: Device) -> Plan:
+def _check(options: Options) -> None:
+    """ArgumentError for options that exclude each other."""
+    named = (options.shapes, options.dtypes, options.rows, options.capture_sizes, options.options)
+    if options.recorded is not None and any(named):
+        raise ArgumentError(
+            "--recorded has arguments of its own: leave out --shape, --dtype, --rows, "
+            "--capture-sizes, --set"
+        )
+    if options.capture_sizes is not None and options.rows is not None:
+        raise ArgumentError("--rows and --capture-sizes both name numbers of rows: give one")
+    if options.capture_sizes is not None and not options.split:
+        raise ArgumentError(
+            "--capture-sizes measures only where the choice changes, and --no-split not even "
+            "there: name the numbers of rows by --rows"
+        )
+
+
+def _planner(options: Options, device: Device) -> Callable[[], Plan]:
+    """What makes the plan, which takes a while for many problems; ArgumentError comes before."""
+    _check(options)
     names = [known_op(name).name for name in options.ops]
     if options.recorded is not None:
-        named = (options.shapes, options.dtypes, options.rows, options.capture_sizes)
-        if any((*named, options.options)):
-            raise ArgumentError(
-                "--recorded has arguments of its own: leave out --shape, --dtype, --rows, "
-                "--capture-sizes, --set"
-            )
         recorded = read_recording(options.recorded)
         wanted = [one for one in recorded if not names or one.op in names]
-        return plan_by_recording(wanted, device, split=options.split)
-    return plan_by_shapes(
+        return partial(plan_by_recording, wanted, device, split=options.split)
+    return partial(
+        plan_by_shapes,
         names or list(OPS),
         device,
         shapes=[parse_shape(shape) for shape in options.shapes],
@@ -119,7 +137,7 @@ def _rows(option: str, text: str | None, names: str = "") -> list[int]:
     if text is None:
         return []
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isdigit() and int(word) > 0 for word in words):
+    if not all(_ROW_COUNT.fullmatch(word) for word in words):
         raise ArgumentError(f"{option} {text!r}: write {names}numbers of rows, as in 1,16,64")
     return sorted({int(word) for word in words})
 
@@ -178,9 +196,10 @@ def _show(report: AheadReport, out: Console) -> None:
         out.print(f"and {len(notes) - _MOST_NOTES} more")
     out.print(summary(report.outcomes))
     if report.rows:
-        out.print(f"{counted(len(report.rows), 'row')} of the table made of them")
+        out.print(f"{counted(len(report.rows), 'row')} of the table made from them")
     if report.held:
-        out.print(f"{report.held} were covered by a row already (--again measures them anew)")
+        held = counted(report.held, "problem")
+        out.print(f"{held} passed over: covered by a row already (--again measures them anew)")
     if report.alone:
         out.print(f"{counted(report.alone, 'kind')} of problems with one candidate: no choice")
     out.print(f"table: {report.table}", soft_wrap=True)

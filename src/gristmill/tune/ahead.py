@@ -1,7 +1,8 @@
 """Tuning ahead of time: all kernels are compiled first, then one kind of problem after another.
 
-Rows are kept as soon as they are known to hold, so a run that is interrupted goes on where it was:
-row counts that a row covers are passed over.
+Rows take part in choices as soon as they are known to hold, and are on disk some seconds later or
+when the run ends, in whatever way. So a run that is interrupted goes on where it was: row counts
+that a row covers are passed over.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -40,14 +43,14 @@ _SHARE_OF_MEMORY = 1 / 3
 # Seconds, for the announcement: on an H200 400 programs of the largest kernels took 40 s in 15
 # processes, and 9564 launches at 180 problems 80 s (2026-11-16).
 _COMPILE_S, _LAUNCH_S, _PROBLEM_S = 1.5, 0.008, 0.05
-
-
 _WRITE_EVERY_S = 5.0  # a large table takes a tenth of a second to write
 
 
 @dataclass(frozen=True)
 class Amount:
-    """What a run is about to do: `problems` at least and `most`, programs to compile, seconds."""
+    """What a run is about to do: `problems` are measured in any case, and `most` at most if no more
+    than one switch lies between two of them. `seconds` is an estimate.
+    """
 
     families: int
     problems: int
@@ -66,7 +69,7 @@ class Watch:
         """A program is in the cache, or could not be made."""
 
     def begins(self, key: str, total: int) -> None:
-        """A problem is measured next, one of `total` at most."""
+        """A problem is measured next, one of up to `total` (`Amount.most`)."""
 
     def ended(self, outcome: Outcome) -> None:
         """It was."""
@@ -77,9 +80,9 @@ class AheadReport:
     """What was done.
 
     `outcomes`: what was measured. `rows`: the rows that this made; one may hold for several of the
-    measured row counts. `held`: how many row counts a row covered already. `alone`: how many kinds
-    of problems have but one candidate. `notes`: why others were not tuned. `table`: the file that
-    has the rows.
+    measured row counts. `held`: how many row counts would have been measured if no row covered
+    them. `alone`: how many kinds of problems have only one candidate. `notes`: why others were not
+    tuned. `table`: the file that has the rows.
     """
 
     table: Path
@@ -145,17 +148,19 @@ def tune_ahead(
 class _Task:
     """A family that is being tuned.
 
-    `todo`: what is measured in any case. `launches`: the winners by row count, measured now or
-    known from a table; `outcomes`: the measurements; `rows`: what they have made.
+    `launches`: the winners by row count, measured now (`outcomes`) or covered by rows of the table
+    (`known`). `todo`: what is left to measure in any case. `unknown`: this, what failed, and where
+    the heuristics change without a measurement on both sides.
     """
 
     family: Family
-    todo: list[int]
-    candidates: int = 0
+    todo: list[int] = field(default_factory=list)
+    unknown: set[int] = field(default_factory=set)
     launches: dict[int, Candidate] = field(default_factory=dict)
+    known: dict[int, Row] = field(default_factory=dict)
     outcomes: dict[int, Outcome] = field(default_factory=dict)
-    failed: set[int] = field(default_factory=set)
-    rows: list[Row] = field(default_factory=list)
+    candidates: int = 0
+    rows: dict[str, Row] = field(default_factory=dict)
 
     def neighbours(self, rows: int) -> list[Candidate]:
         """The winners at the next smaller and the next larger row count that are known."""
@@ -166,18 +171,67 @@ class _Task:
         return [self.launches[one] for one in found]
 
     def most_steps(self) -> int:
+        """How many row counts may be measured beside `todo`."""
         if not self.family.split:
             return 0
         return self.family.search.most_steps({*self.todo, *self.launches})
 
-    def new_runs(self) -> list[Run]:
-        """Runs of what is measured now, apart from what a table knew."""
-        winners: dict[int, tuple[str, object]] = {
-            rows: (str(launch), rows in self.outcomes) for rows, launch in self.launches.items()
-        }
-        winners |= {rows: ("", rows) for rows in self.failed}
-        runs = self.family.search.runs(winners)
-        return [run for run in runs if run.measured[0] in self.outcomes]
+    def order(self) -> Iterator[int]:
+        """Row counts in the order in which they are measured; later ones follow from winners."""
+        yield from self.todo
+        while (rows := self.next()) is not None:
+            yield rows
+
+    def next(self) -> int | None:
+        """The row count between two winners that is measured next, if there is one."""
+        if not self.family.split:
+            return None
+        return self.family.search.next(self._winners(), self.unknown)
+
+    def won(self, rows: int, outcome: Outcome) -> list[Row]:
+        """Take a measurement down; gives the rows that are new or cover more than before."""
+        self.unknown.discard(rows)
+        self.outcomes[rows] = outcome
+        self.launches[rows] = outcome.launches[winner(outcome)]
+        before, self.rows = self.rows, {row.key: row for row in self._all_rows()}
+        return [row for key, row in self.rows.items() if before.get(key) != row]
+
+    def _winners(self) -> dict[int, str]:
+        return {rows: str(launch) for rows, launch in self.launches.items()}
+
+    def _all_rows(self) -> Iterator[Row]:
+        """A row for each run in which something was measured now; others are in the table."""
+        for run in self.family.search.runs(self._winners(), self.unknown):
+            if any(rows in self.outcomes for rows in run.members):
+                yield self._row(run)
+
+    def _row(self, run: Run) -> Row:
+        """One row for all of a run: measured at the largest of its row counts."""
+        measured = [rows for rows in run.members if rows in self.outcomes]
+        rows, launch = measured[-1], str(self.launches[measured[-1]])
+        covers = self._covers(run)
+        stop = self.family.search.sizes.stop(rows)
+        key = self.family.at(rows).problem.key(stop if stop in covers else rows)
+        times: dict[int, float] = {}
+        for row in [self.known[one] for one in run.members if one in self.known]:
+            times |= {row.rows: row.us} | {int(one): us for one, us in row.also.items()}
+        times |= {one: round(self.outcomes[one].timings[launch].us, 3) for one in measured}
+        also = {str(one): times[one] for one in sorted(times) if one in covers and one != rows}
+        return dataclasses.replace(self.outcomes[rows].row, key=key, covers=covers, also=also)
+
+    def _covers(self, run: Run) -> Span:
+        """What a run holds for, with what known rows at its ends cover beyond it."""
+        least, most = run.covers
+        first, last = run.members[0], run.members[-1]
+        others, span = {*self.launches, *self.unknown}, self.family.search.sizes.span
+        if first in self.known:
+            ends = [span(rows).end + 1 for rows in others if rows < first]
+            least = int(min(least, max([self.known[first].covers.least, *ends])))
+        if last in self.known and most is not None:
+            starts = [span(rows).least - 1 for rows in others if rows > last]
+            end = min([self.known[last].covers.end, *starts])
+            most = None if end == math.inf else max(most, int(end))
+        return Span(least, most)
 
 
 class _Run:
@@ -195,6 +249,8 @@ class _Run:
         self._report = AheadReport(self._path)
         self._steps = 0
         self._programs: set[Compilable] = set()
+        self._unwritten: list[Row] = []
+        self._written = time.monotonic()
 
     def run(self, plan: Plan, workers: int | None) -> AheadReport:
         self._report.notes += plan.notes
@@ -209,8 +265,12 @@ class _Run:
                 programs, self._device.arch, workers=workers, progress=self._watch.compiled
             )
         self._steps = amount.most
-        for task in tasks:
-            self._do(task)
+        try:
+            for task in tasks:
+                self._do(task)
+                self._report.rows += task.rows.values()
+        finally:
+            self._write()
         return self._report
 
     def _is_allowed(self, family: Family) -> bool:
@@ -221,49 +281,79 @@ class _Run:
 
     def _task(self, family: Family) -> _Task:
         """What is left to measure: row counts that a row covers are known, unless asked again."""
-        task = _Task(family, list(family.asked))
-        if family.split:
-            task.todo = family.search.first(family.asked, lambda rows: self._rule(family, rows))
-        if not self._again:
-            for rows in task.todo:
-                known = self._known_launch(family, rows)
-                if known is not None:
-                    task.launches[rows] = known
-        task.todo = [rows for rows in task.todo if rows not in task.launches]
-        self._report.held += len(task.launches)
+        task, search = _Task(family), family.search
+        span = Span(family.asked[0], family.asked[-1])
+        covered = self._covered(family, span)
+        for rows, (row, launch) in covered.items():
+            if not self._again or rows not in search.rows:
+                task.known[rows], task.launches[rows] = row, launch
+        replaced = {rows: row.key for rows, (row, _) in covered.items() if rows not in task.known}
+        changes = search.changes(span, self._choice(family, replaced))
+        wanted = {*family.asked, *chain.from_iterable(changes)}
+        measured = wanted if family.split else set(family.asked)
+        task.todo = sorted(measured - task.known.keys())
+        self._report.held += len(measured) - len(task.todo)
+        task.unknown = wanted - task.known.keys()
+        for low, high in changes:
+            end, known = search.sizes.span(low).end, task.known.get(low)
+            apart = end + 1 < search.sizes.span(high).least
+            if apart and (known is None or known is not task.known.get(high)):
+                # The heuristics change at a size between these that cannot be measured.
+                task.unknown.add(int(end) + 1)
         return task
 
-    def _rule(self, family: Family, rows: int) -> str | None:
-        choice = by_heuristics(family.op.name, family.op.variants, family.at(rows).problem)
-        return None if choice is None else str(Candidate(choice.variant, choice.config))
+    def _covered(self, family: Family, span: Span) -> dict[int, tuple[Row, Candidate]]:
+        """The row counts in `span` that a row of the table covers, which one, and its launch.
 
-    def _known_launch(self, family: Family, rows: int) -> Candidate | None:
-        problem = family.at(rows).problem
-        row = self._known.row(problem)
-        found = None if row is None else revive(row, problem, family.op.variants)
-        return Candidate(*found) if isinstance(found, tuple) else None
+        A row that covers none that can be measured stands at the row count in its key: it must not
+        be lost where the sizes next to it have the same winner.
+        """
+        found: dict[int, tuple[Row, Candidate]] = {}
+        sample = family.at(family.asked[0]).problem
+        for row in self._known.family(sample):
+            members = [(rows, family.at(rows).problem) for rows in family.search.within(row.covers)]
+            members = members or [(row.stop, dataclasses.replace(sample, rows=row.stop))]
+            for rows, problem in members:
+                launch = revive(row, problem, family.op.variants) if rows in span else ""
+                if isinstance(launch, tuple):
+                    found[rows] = row, Candidate(*launch)
+        return found
+
+    def _choice(self, family: Family, replaced: dict[int, str]) -> Callable[[int], Hashable]:
+        """What runs at a row count by heuristics, and the row that is to be replaced there.
+
+        Where one of them changes, a row of this run must not reach across without a measurement.
+        """
+
+        def choice(rows: int) -> Hashable:
+            rule = by_heuristics(family.op.name, family.op.variants, family.at(rows).problem)
+            return rule and str(Candidate(rule.variant, rule.config)), replaced.get(rows)
+
+        return choice
 
     def _can_choose(self, task: _Task, programs: dict[Compilable, None]) -> bool:
         """Whether there is more than one candidate; what they compile goes into `programs`."""
         family = task.family
-        if not task.todo and not self._next(task):
+        if not task.todo and task.next() is None:
             return False
+        sizes = family.search.rows if family.split else task.todo
+        problems = [family.at(rows).problem for rows in sizes if rows not in task.known]
         try:
-            rows = family.search.rows if family.split else task.todo
-            found = {one: self._candidates(family.op, family.at(one).problem) for one in rows}
+            found = [self._candidates(family.op, problem) for problem in problems]
         except GristmillError as error:
             self._report.notes.append(f"{family.key}: {error}")
             return False
-        if all(len(several) < 2 for several in found.values()):
+        if all(len(several) < 2 for several in found):
             self._report.alone += 1
             return False
-        for one, several in found.items():
-            problem = family.at(one).problem
-            for candidate in several:
+        task.candidates = max(map(len, found))
+        known = {str(launch): launch for launch in task.launches.values()}.values()
+        for problem, several in zip(problems, found, strict=True):
+            neighbours = [one for one in known if can_run(one, problem)]
+            for candidate in [*several, *neighbours]:
                 programs.update(
                     dict.fromkeys(candidate.variant.programs(problem, candidate.config))
                 )
-        task.candidates = max(map(len, found.values()))
         return True
 
     def _candidates(self, op: Op, problem: Problem) -> list[Candidate]:
@@ -284,36 +374,25 @@ class _Run:
         return Amount(len(tasks), problems, most, missing, seconds)
 
     def _do(self, task: _Task) -> None:
-        """Measure along the rows. What is known so far is in force after each step, and on disk
-        after some seconds and whenever the run ends.
-        """
-        family = task.family
-        written = time.monotonic()
-        try:
-            for rows in self._order(task):
-                outcome = self._measured(family, rows, self._neighbours(task, rows))
-                if outcome is None:
-                    task.failed.add(rows)
-                    continue
-                task.launches[rows] = outcome.launches[winner(outcome)]
-                task.outcomes[rows] = outcome
-                task.rows = [self._row(task, run) for run in task.new_runs()]
-                remember(self._device, task.rows, keep=False)
-                self._report.outcomes.append(outcome)
-                self._watch.ended(outcome)
-                if time.monotonic() - written > _WRITE_EVERY_S:
-                    remember(self._device, task.rows, path=self._path)
-                    written = time.monotonic()
-        finally:
-            if task.rows:
-                remember(self._device, task.rows, path=self._path)
-        self._report.rows += task.rows
+        """Measure along the rows. What is known so far counts after each step."""
+        for rows in task.order():
+            outcome = self._measured(task.family, rows, self._neighbours(task, rows))
+            if outcome is None:
+                task.unknown.add(rows)
+                continue
+            new = task.won(rows, outcome)
+            remember(self._device, new, keep=False)
+            self._unwritten += new
+            self._report.outcomes.append(outcome)
+            self._watch.ended(outcome)
+            if time.monotonic() - self._written > _WRITE_EVERY_S:
+                self._write()
 
-    def _order(self, task: _Task) -> Iterator[int]:
-        """Row counts in the order in which they are measured; later ones follow from winners."""
-        yield from sorted(task.todo)
-        while (rows := self._next(task)) is not None:
-            yield rows
+    def _write(self) -> None:
+        if self._unwritten:
+            remember(self._device, self._unwritten, path=self._path)
+        self._unwritten = []
+        self._written = time.monotonic()
 
     def _neighbours(self, task: _Task, rows: int) -> list[Candidate]:
         """The winners next to `rows`, if that takes no kernel that was not compiled ahead."""
@@ -324,32 +403,6 @@ class _Run:
             if can_run(one, problem)
             and self._programs.issuperset(one.variant.programs(problem, one.config))
         ]
-
-    def _next(self, task: _Task) -> int | None:
-        """The row count that lies between two winners, if one is left to be measured."""
-        if not task.family.split:
-            return None
-        while True:
-            winners = {rows: str(launch) for rows, launch in task.launches.items()}
-            found = task.family.search.next(winners, task.failed)
-            known = None if found is None or self._again else self._known_launch(task.family, found)
-            if found is None or known is None:
-                return found
-            task.launches[found] = known
-            self._report.held += 1
-
-    def _row(self, task: _Task, run: Run) -> Row:
-        """One row for all of a run: measured at the largest of its row counts."""
-        rows = run.measured[-1]
-        outcome, launch = task.outcomes[rows], str(task.launches[rows])
-        problem = task.family.at(rows).problem
-        stop = task.family.search.sizes.stop(rows)
-        also = {
-            str(one): round(task.outcomes[one].timings[launch].us, 3)
-            for one in run.measured[:-1]
-            if launch in task.outcomes[one].timings
-        }
-        return dataclasses.replace(outcome.row, key=problem.key(stop), covers=run.covers, also=also)
 
     def _measured(
         self, family: Family, rows: int, neighbours: Sequence[Candidate]

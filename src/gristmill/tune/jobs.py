@@ -7,7 +7,7 @@ tensors stand for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from gristmill.errors import ArgumentError, DtypeError, GristmillError
+from gristmill.names import counted
 from gristmill.ops.op import Arguments, Op
 from gristmill.ops.registry import OPS, known_op
 from gristmill.select.device import Device
 from gristmill.select.overrides import batch_invariant
-from gristmill.select.problem import Problem, Sizes
+from gristmill.select.problem import Problem, Sizes, tiled
 from gristmill.select.record import Recorded, rebuilt
 from gristmill.select.tables import tables_for
 from gristmill.tune.search import Search
@@ -31,6 +32,9 @@ Shape = tuple[int, ...]
 
 # The batches for which vLLM captures CUDA graphs by default, at most 512 sequences.
 CAPTURE_SIZES = {"vllm": (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))}
+# A recording may have thousands of row counts. Those that share one of these spans are too close
+# together for a switch between them to matter.
+_RECORDED = tiled()
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class Size:
 class Family:
     """One kind of problem: `at` gives it with any of the row counts of `search`.
 
-    `asked` are measured in any case. Without `split` nothing else is.
+    `asked`, ascending, are measured in any case. Without `split` nothing else is.
     """
 
     op: Op
@@ -90,6 +94,8 @@ def plan_by_shapes(
     rows and, where row counts go with the nearest stop, at that stop. Without `shapes`: at the
     usual row lengths of the op and all its stops. Between two stops of that kind are `probes` more.
     """
+    if rows and within:
+        raise ArgumentError("tune: rows and within both name row counts; give one of them")
     plan = Plan()
     for name in names:
         op = known_op(name)
@@ -97,17 +103,18 @@ def plan_by_shapes(
             kind = Kind(op, dtype, options or {}, device)
             for size, shape, asked in _asked(kind, shapes, rows or within, plan.notes):
                 sizes = _refined(size.problem, asked, probes)
-                if within and not rows:
-                    known, asked = tuple(sorted(asked)), {min(asked), max(asked)}
-                else:
-                    known = _stops_between(sizes, asked)
-                found = _available(kind, shape, size.problem.family(), known, size)
+                asked = set(_one_of_each(sizes, asked))
+                known = asked if within else _stops_between(sizes, asked)
+                found = _available(kind, shape, known, size)
+                plan.notes += [
+                    f"{op.name}: {_words(shape)} cannot have {counted(count, 'row')}"
+                    for count in sorted(asked - set(found))
+                ]
                 asked &= set(found)
+                if within and asked:
+                    asked = {min(asked), max(asked)}
                 if asked:
-                    search = Search(tuple(sorted(found)), sizes)
-                    plan.families.append(
-                        Family(op, search, tuple(sorted(asked)), found.__getitem__, split)
-                    )
+                    plan.families.append(_family(op, found, asked, sizes, split=split))
     return plan
 
 
@@ -115,7 +122,8 @@ def plan_by_recording(recorded: Iterable[Recorded], device: Device, *, split: bo
     """The problems of a recording, each tuned as it was met.
 
     The smallest and the largest row count of a kind of problem are measured; with `split` others of
-    the recording as well, where the choice changes.
+    the recording as well, where the choice changes. Of row counts that are close together the
+    largest stands for all.
     """
     plan = Plan()
     families: dict[str, tuple[Op, dict[int, Size]]] = {}
@@ -134,14 +142,23 @@ def plan_by_recording(recorded: Iterable[Recorded], device: Device, *, split: bo
             plan.notes.append(f"{one.key}: the recorded call does not fit {one.op}: {error!r}")
             continue
         if size.rows > 0:
-            _, sizes = families.setdefault(size.problem.family(), (op, {}))
-            sizes[size.rows] = size
+            families.setdefault(size.problem.family(), (op, {}))[1][size.rows] = size
     for op, found in families.values():
-        rows = tuple(sorted(found))
-        asked = tuple(dict.fromkeys((rows[0], rows[-1])))
-        search = Search(rows, _with_stops(found[rows[0]].problem, rows))
-        plan.families.append(Family(op, search, asked, found.__getitem__, split))
+        problem = found[min(found)].problem
+        up = problem.sizes.up
+        kept = set(_one_of_each(problem.sizes if up else _RECORDED, found))
+        kept |= set() if up else {min(found)}
+        found = {rows: size for rows, size in found.items() if rows in kept}
+        sizes = _with_stops(problem, found)
+        plan.families.append(_family(op, found, {min(found), max(found)}, sizes, split=split))
     return plan
+
+
+def _family(
+    op: Op, found: Mapping[int, Size], asked: Collection[int], sizes: Sizes, *, split: bool
+) -> Family:
+    search = Search(tuple(sorted(found)), sizes)
+    return Family(op, search, tuple(sorted(asked)), found.__getitem__, split)
 
 
 # What a line of a recording that was written by another version may lead to.
@@ -213,11 +230,16 @@ def _with_stops(problem: Problem, rows: Iterable[int]) -> Sizes:
     return Sizes(tuple(sorted({*sizes.stops, *rows, *known})))
 
 
-def _stops_between(sizes: Sizes, asked: set[int]) -> tuple[int, ...]:
-    """The row counts that are told apart between those asked for, and these."""
-    named = {sizes.stop(rows) for rows in asked}
-    stops = {stop for stop in sizes.stops if min(asked) <= stop <= max(asked)}
-    return tuple(sorted(asked | (stops - named)))
+def _one_of_each(sizes: Sizes, rows: Iterable[int]) -> Collection[int]:
+    """The largest of all row counts that one measurement holds for."""
+    return {sizes.span(one): one for one in sorted(rows)}.values()
+
+
+def _stops_between(sizes: Sizes, asked: set[int]) -> set[int]:
+    """`asked`, and the stops between them that they do not stand for."""
+    named = {sizes.span(rows) for rows in asked}
+    stops = [stop for stop in sizes.stops if min(asked) <= stop <= max(asked)]
+    return asked | {stop for stop in stops if sizes.span(stop) not in named}
 
 
 def _between(low: int, high: int, count: int) -> Iterator[int]:
@@ -229,16 +251,14 @@ def _between(low: int, high: int, count: int) -> Iterator[int]:
             yield size
 
 
-def _available(
-    kind: Kind, shape: Shape, family: str, rows: Iterable[int], known: Size
-) -> dict[int, Size]:
-    """The example of `shape` with other row counts instead, where there is such a thing."""
-    found = {known.rows: known} if known.rows in (rows := tuple(rows)) else {}
-    for count in rows:
-        size = found.get(count) or _resized(kind, shape, family, count)
-        if size is not None:
-            found[count] = size
-    return found
+def _available(kind: Kind, shape: Shape, rows: Iterable[int], known: Size) -> dict[int, Size]:
+    """The example of `shape`, which is `known`, with other row counts, where it can have them."""
+    family = known.problem.family()
+    found = {
+        count: known if count == known.rows else _resized(kind, shape, family, count)
+        for count in rows
+    }
+    return {count: size for count, size in found.items() if size is not None}
 
 
 def _resized(kind: Kind, shape: Shape, family: str, rows: int) -> Size | None:

@@ -41,14 +41,14 @@ def tune(
 
     ``report = gristmill.tune(step, batch)``, or ``with gristmill.tune() as report: step(batch)``.
 
-    A problem that no measured row speaks for is timed when it is met, on copies of its arguments,
+    A problem that no measured row covers is timed when it is met, on copies of its arguments,
     and the row is kept in the user's table; from then on the winner runs, here and in later
     processes. Backward passes take part, and so do compiled functions: an op chooses when it runs.
     Nothing is timed while a CUDA graph is captured, nor where `batch_invariant` is in force.
 
     Args:
         fn: what to run; without it, the result is a context manager.
-        again: also tune what a row speaks for already.
+        again: also tune what a row covers already.
         thorough: time all launches that variants think worth it, not only their usual ones.
         progress: called with the name of each problem before it is timed.
 
