@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +13,11 @@ import torch
 
 from gristmill.ops.registry import OPS
 from gristmill.select.device import device_of
+from gristmill.select.problem import Problem
 from gristmill.select.table import Table
 from gristmill.select.tables import user_table_path
 from gristmill.select.timing import Timing
+from gristmill.select.variant import Variant
 
 Times = Callable[[str, int], float]
 
@@ -58,3 +62,40 @@ def chosen(op_name: str, rows: int, columns: int = N) -> str:
     op = OPS[op_name]
     args = op.example((rows, columns), torch.bfloat16, "cpu")
     return ranked(op.name, op.variants, op.problem(*args))[0].variant.name
+
+
+@dataclass(frozen=True)
+class Launch:
+    number: int
+
+
+class Planted(Variant):
+    """A variant with a few launches, of which `rule` says by the rows which is the usual one."""
+
+    name = "planted"
+    summary = "compiles and computes nothing"
+    config_type = Launch
+
+    def __init__(self, rule: Callable[[int], int], launches: int) -> None:
+        self.rule, self.launches = rule, launches
+
+    def launch(self, number: int) -> Launch:
+        return Launch(number)
+
+    def supports(self, problem: Problem) -> str | None:
+        return None
+
+    def config(self, problem: Problem) -> Launch:
+        return Launch(self.rule(problem.rows))
+
+    def configs(self, problem: Problem) -> Sequence[Launch]:
+        others = [Launch(number) for number in range(self.launches)]
+        return list(dict.fromkeys([self.config(problem), *others]))
+
+    def bind(self, problem: Problem, config: Launch) -> Callable[..., Any]:
+        return lambda *args: args[0]
+
+
+def planted_op(rule: Callable[[int], int], launches: int = 4) -> Any:
+    """As much of an op as tuning needs."""
+    return SimpleNamespace(name="toy", variants=(Planted(rule, launches),))
