@@ -265,7 +265,7 @@ def test_a_bundle_takes_the_place_of_files_only(tmp_path: Path) -> None:
 
 # ---- files from elsewhere ----
 
-H200_TABLE = {"schema": 2, "gpu": H200.name, "arch": H200.arch, "multiprocessors": 132, "rows": []}
+H200_TABLE = {"schema": 3, "gpu": H200.name, "arch": H200.arch, "multiprocessors": 132, "rows": []}
 # Other tables are in tests/select/test_select_table_files.py.
 BAD_TABLES = {
     "not JSON": (b"{", "is not JSON"),

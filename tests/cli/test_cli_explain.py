@@ -16,6 +16,7 @@ from gristmill.cli.app import app
 from gristmill.ops.registry import OPS
 from gristmill.select import KNOWN, Row, Table, reset_tables
 from gristmill.select.configs import config_to_json
+from gristmill.select.problem import Span
 from gristmill.select.tables import user_table_path
 from gristmill.settings import reload_settings
 
@@ -49,6 +50,7 @@ def tuned(**changes: Any) -> Row:
     config = variant.config(problem)
     row = Row(
         key=problem.key(4096),
+        covers=problem.sizes.span(4096),
         variant=variant.name,
         config=config_to_json(config),
         us=40.0,
@@ -94,11 +96,26 @@ def test_a_tuned_row_is_shown_with_its_times_and_shares(run: Run) -> None:
     assert 'with gm.use("rms_norm", "cuda_block"): ...' in text
 
 
+def test_what_the_row_covers_is_shown_and_beyond_it_its_neighbours(run: Run) -> None:
+    keep(tuned(also={"8000": 77.0}))
+    text = run("explain rms_norm --shape 5000x8192 --arch sm_90a")
+    assert "; 2049 to 8192 rows share the choice measured at rows=4096\n" in text
+    assert "this one also took 77.00 us at rows=8000" in text
+    found = json.loads(run("explain rms_norm --shape 5000x8192 --arch sm_90a --json"))
+    assert (found["rows"], found["measured_at"], found["covers"]) == (5000, 4096, [2049, 8192])
+    keep(tuned(covers=Span(4000, 8192)))
+    text = run("explain rms_norm --shape 3000x8192 --arch sm_90a")
+    assert "user table: no row covers this number of rows\n  above, for 4000 to 8192 rows: " in text
+
+
 def test_a_stale_row_is_told(run: Run) -> None:
     keep(tuned(source_hash="0" * 16))
     text = run("explain rms_norm --shape 4096x8192 --arch sm_90a")
     assert "runs cuda_block, by preference" in text
-    assert "its row for rows=4096 is ignored: stale: cuda_cluster has changed since 2026" in text
+    assert (
+        "its row for 2049 to 8192 rows is ignored: stale: cuda_cluster has changed since 2026"
+        in text
+    )
 
 
 def test_the_command_it_names_asks_about_the_same_problem(run: Run) -> None:
@@ -115,13 +132,15 @@ def test_modes_can_be_asked_about(run: Run) -> None:
     assert found["modes"]["batch_invariant"] is False
     found = json.loads(run("explain rms_norm --arch sm_90a --batch-invariant --json"))
     assert found["modes"]["batch_invariant"] is True
-    assert found["hint"] == 256
+    assert found["measured_at"] in (None, 256)
+    text = run("explain rms_norm --arch sm_90a --batch-invariant")
+    assert "; whatever the number of rows, the choice is that for 256\n" in text
     for one in found["variants"]:
         assert one["status"] != "excluded" or "not batch-invariant" in one["reason"]
 
 
 def test_a_row_of_the_users_does_not_decide_where_rows_know_no_batch(run: Run) -> None:
-    keep(tuned(key=tuned().key.replace("rows=4096", "rows=256")))
+    keep(tuned(key=tuned().key.replace("rows=4096", "rows=256"), covers=Span(129, 512)))
     plain = json.loads(run("explain rms_norm --shape 256x8192 --arch sm_90a --json"))
     assert plain["source"] == "user table"
     found = json.loads(

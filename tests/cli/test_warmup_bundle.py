@@ -150,7 +150,7 @@ def test_a_recorded_call_with_the_arguments_of_another_version_is_told(tmp_path:
     assert [note.partition(": ")[0] for note in notes] == list(calls)
     assert all("the recorded call does not fit" in note for note in notes)
     plan = plan_by_recording(read_recording(recording), H200)
-    assert (plan.jobs, plan.notes) == ([], notes)
+    assert (plan.families, plan.notes) == ([], notes)
 
 
 def test_a_whole_model_in_one_call() -> None:

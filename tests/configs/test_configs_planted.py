@@ -37,6 +37,7 @@ from gristmill.select.configs import config_to_json
 from gristmill.select.device import KNOWN, device_of
 from gristmill.select.explain import explain_problem
 from gristmill.select.problem import Problem
+from gristmill.select.sight import placed
 from gristmill.select.table import Row, Table
 from gristmill.select.tables import user_table_path
 from gristmill.select.variant import Variant
@@ -65,9 +66,10 @@ def _forget() -> None:
 
 
 def _row(problem: Problem, variant: str, config: Any, source_hash: str) -> Row:
-    table = Table.for_device(problem.device)
+    key, covers = placed(problem)
     return Row(
-        key=table.key(problem),
+        key=key,
+        covers=covers,
         variant=variant,
         config=config,
         us=1.0,
@@ -75,7 +77,7 @@ def _row(problem: Problem, variant: str, config: Any, source_hash: str) -> Row:
         second=None,
         date="2026-01-01",
         source_hash=source_hash,
-        rows=table.hint(problem),
+        rows=problem.rows,
         times={variant: 1.0},
         candidates=1,
         torch=torch.__version__,

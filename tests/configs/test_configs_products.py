@@ -29,6 +29,7 @@ from configs.products_problems import (
 from gristmill.ops.linear.configs import MOST_PARTIALS, STURDY, MatmulConfig
 from gristmill.ops.linear.triton import TritonMatmul
 from gristmill.ops.nvfp4_linear.mma_configs import MmaConfig
+from gristmill.ops.nvfp4_linear.problem import SIZES as SIZES_OF_TILES
 from gristmill.ops.nvfp4_linear.triton_configs import RowsConfig
 from gristmill.ops.nvfp4_linear.wgmma_configs import WgmmaConfig
 from gristmill.ops.nvfp4_moe.triton_configs import ExpertsConfig
@@ -36,7 +37,7 @@ from gristmill.ops.nvfp4_moe.wgmma_configs import MoeConfig
 from gristmill.ops.registry import OPS
 from gristmill.select.choices import why_unlisted
 from gristmill.select.device import KNOWN, Device
-from gristmill.select.problem import HINTS, Problem, bucket_edges
+from gristmill.select.problem import BUCKETS, HINTS, Problem, Sizes
 from gristmill.select.table import Row, Table, revive
 
 H200, A100 = KNOWN["sm_90a"], KNOWN["sm_80"]
@@ -95,11 +96,11 @@ def _by_family(device: Device, rows: int, at: int) -> dict[tuple[str, str], list
     return found
 
 
-def _check_buckets(device: Device, at: int, hints: tuple[int, ...]) -> None:
-    for hint in hints:
-        low, high = bucket_edges(hint, HINTS)
-        measured = _by_family(device, hint, at)
-        for rows in (max(1, low), high or 4 * hint):
+def _check_spans(device: Device, at: int, sizes: Sizes, stops: tuple[int, ...]) -> None:
+    for stop in stops:
+        low, high = sizes.span(stop)
+        measured = _by_family(device, stop, at)
+        for rows in {max(1, low), high or 4 * stop} - {stop}:
             called = _by_family(device, rows, at)
             for key, cases in measured.items():
                 for case, other in zip(cases, called.get(key, ()), strict=False):
@@ -110,15 +111,19 @@ def _check_buckets(device: Device, at: int, hints: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("device", [A100, H200], ids=str)
-def test_what_is_measured_at_one_size_is_accepted_in_its_bucket(device: Device) -> None:
-    _check_buckets(device, 0, (1, 256))
+def test_what_is_measured_at_one_size_is_accepted_where_its_row_holds(device: Device) -> None:
+    _check_spans(device, 0, BUCKETS, (1, 256))
+    _check_spans(device, 0, SIZES_OF_TILES, (4, 64, 512))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("at", range(len(MODELS)))
 @pytest.mark.parametrize("device", DEVICES[1:], ids=str)
-def test_what_is_measured_at_any_size_is_accepted_in_its_bucket(device: Device, at: int) -> None:
-    _check_buckets(device, at, HINTS)
+def test_what_is_measured_at_any_size_is_accepted_where_its_row_holds(
+    device: Device, at: int
+) -> None:
+    _check_spans(device, at, BUCKETS, HINTS)
+    _check_spans(device, at, SIZES_OF_TILES, SIZES_OF_TILES.stops[::12])
 
 
 # ---- the shipped table ----
@@ -140,19 +145,22 @@ def _problem_of(row: Row, rows: int) -> Problem:
 
 
 @pytest.mark.parametrize("op", ["linear", "nvfp4_linear", "nvfp4_moe"])
-def test_every_shipped_row_is_accepted_at_its_hint_and_at_the_ends_of_its_bucket(op: str) -> None:
+def test_every_shipped_row_is_accepted_wherever_it_holds(op: str) -> None:
     rows = [row for row in SHIPPED.rows.values() if row.key.split()[0] == op]
     assert len(rows) >= 20
     for row in rows:
-        problem = _problem_of(row, row.hint)
+        problem = _problem_of(row, row.rows)
         held = revive(row, problem, OPS[op].variants)
         assert not isinstance(held, str), (row.key, held)
         variant, config = held
-        low, high = bucket_edges(row.hint, SHIPPED.hints(problem))
-        for count in (max(1, low), high or 4 * row.hint):
+        low, high = row.covers
+        for count in {max(1, low), row.stop, high or 4 * row.stop, *map(int, row.also)}:
             other = _problem_of(row, count)
             assert variant.supports(other) is None
             assert variant.rejects(other, config) is None, (row.key, count)
+            # The experts have other kernels for few and for many tokens.
+            if op != "nvfp4_moe":
+                assert variant.source_hash(other, config) == row.source_hash
 
 
 # ---- what no variant would choose ----

@@ -13,6 +13,7 @@ from fault_helpers import fresh, heard_warnings
 from faulty_disk import count, faults
 
 from gristmill.select import KNOWN, Row, Table, tables
+from gristmill.select.problem import Span
 from gristmill.select.tables import remember, reset_tables, tables_for, user_table_path
 
 H200 = KNOWN["sm_90a"]
@@ -21,6 +22,7 @@ H200 = KNOWN["sm_90a"]
 def row(name: str, variant: str = "first") -> Row:
     return Row(
         key=f"{name} rows=64 cols=128",
+        covers=Span(33, 128),
         variant=variant,
         config=None,
         us=1.5,

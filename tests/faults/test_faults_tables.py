@@ -78,12 +78,13 @@ DAMAGES = {
     "deep": b"".join(b'{"%x":' % level for level in range(100_000)),
     "a list": b"[]",
     "another schema": b'{"schema": 99}',
-    "no rows": b'{"schema": 2, "gpu": "NVIDIA H200", "arch": "sm_90a", "multiprocessors": 132}',
+    "the last schema": b'{"schema": 2, "gpu": "NVIDIA H200", "arch": "sm_90a", "rows": []}',
+    "no rows": b'{"schema": 3, "gpu": "NVIDIA H200", "arch": "sm_90a", "multiprocessors": 132}',
     "odd rows": (
-        b'{"schema": 2, "gpu": "NVIDIA H200", "arch": "sm_90a", "multiprocessors": 132,'
+        b'{"schema": 3, "gpu": "NVIDIA H200", "arch": "sm_90a", "multiprocessors": 132,'
         b'"rows": [{"key": 3}]}'
     ),
-    "another GPU": b'{"schema": 2, "gpu": "x", "arch": "sm_90a", "multiprocessors": 1, "rows": []}',
+    "another GPU": b'{"schema": 3, "gpu": "x", "arch": "sm_90a", "multiprocessors": 1, "rows": []}',
 }
 
 

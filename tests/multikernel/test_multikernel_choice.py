@@ -1,4 +1,4 @@
-"""Which kernel runs: order, buckets, families, failures, and what is said about it."""
+"""Which kernel runs: order, hints, families, failures, and what is said about it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ import gristmill as gm
 from gristmill.errors import UnknownVariant, VariantUnavailable
 from gristmill.multikernel import MultiKernel
 from gristmill.select import HINTS, counters
-from gristmill.select.problem import bucket
+from gristmill.select.problem import Sizes
 from gristmill.settings import reload_settings
 
 
@@ -61,7 +61,7 @@ def test_the_clock_decides_between_a_sleeper_and_the_other() -> None:
     assert chosen(one, x) == "quick"
 
 
-def test_hints_bucket_sizes_to_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_go_with_the_nearest_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     """64 and 256 meet at 128, 256 and 4096 at 1024; these hints and no others."""
     fake_timing(
         monkeypatch,
@@ -71,14 +71,15 @@ def test_hints_bucket_sizes_to_the_nearest(monkeypatch: pytest.MonkeyPatch) -> N
     assert one.hints == (64, 256, 4096)
     assert len(one.tune_at_hints(pair)) == 3
     sizes = [0, 1, 20, 127, 128, 129, 200, 600, 1023, 1024, 1025, 5000, 100_000]
-    expected = ["minus" if bucket(size, (64, 256, 4096)) == 256 else "plus" for size in sizes]
+    hints = Sizes((64, 256, 4096))
+    expected = ["minus" if hints.stop(size) == 256 else "plus" for size in sizes]
     assert [chosen(one, *pair(size)) for size in sizes] == expected
     assert [ran(one, *pair(size)) for size in sizes[1:10]] == expected[1:10]
     found = one.explain(*pair(600))
-    assert found.hint == 256
-    assert found.edges == (129, 1024)
+    assert found.measured_at == 256
+    assert found.covers == (129, 1024)
     assert "rows=600" in str(found)
-    assert "129 to 1024 rows share the choice tuned at rows=256" in str(found)
+    assert "129 to 1024 rows share the choice measured at rows=256" in str(found)
 
 
 def test_hints_that_lie_close_have_rows_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -451,7 +452,8 @@ def test_explain_by_object_and_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     found = gm.explain(one, *pair(64))
     assert found.chosen == "minus"
     assert found.as_dict() == gm.explain("two", *pair(64)).as_dict()
-    assert json.loads(json.dumps(found.as_dict()))["hint"] == 64
+    assert json.loads(json.dumps(found.as_dict()))["measured_at"] == 64
+    assert found.as_dict()["covers"] == [33, 128]
     text = str(found)
     assert "multikernel/two rows=64" in text
     assert "minus" in text

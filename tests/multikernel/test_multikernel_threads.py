@@ -18,14 +18,17 @@ from gristmill.multikernel import MultiKernel
 from gristmill.multikernel.variant import _FAILURES_KEPT
 from gristmill.ops.op import PLANS_KEPT
 from gristmill.ops.registry import OPS
-from gristmill.select import Row, device_of, remember
+from gristmill.select import Problem, Row, device_of, remember
+from gristmill.select.sight import placed
 
 THREADS, SHAPES, CALLS = 64, 200, 10_000
 
 
-def measured(key: str, variant: str, source_hash: str, rows: int) -> Row:
+def measured(problem: Problem, variant: str, source_hash: str) -> Row:
+    key, covers = placed(problem)
     return Row(
         key=key,
+        covers=covers,
         variant=variant,
         config=None,
         us=1.0,
@@ -33,7 +36,7 @@ def measured(key: str, variant: str, source_hash: str, rows: int) -> Row:
         second=None,
         date="2026-11-15",
         source_hash=source_hash,
-        rows=rows,
+        rows=problem.rows,
         times={variant: 1.0},
         candidates=2,
         torch=torch.__version__,
@@ -64,11 +67,11 @@ def test_every_call_gets_the_choice_of_its_own_shape() -> None:
     remember(
         device_of("cpu"),
         [
-            measured(problem.key(problem.hint), pick, one.fingerprint, problem.rows)
+            measured(problem, pick, one.fingerprint)
             for problem, pick in zip(problems, picks, strict=True)
         ],
     )
-    assert len({problem.key(0) for problem in problems}) == SHAPES
+    assert len({placed(problem)[0] for problem in problems}) == SHAPES
     hammer(lambda at: one(inputs[at]) == (picks[at], *inputs[at].shape))
 
 
@@ -98,7 +101,7 @@ def test_every_call_of_an_op_gets_the_choice_of_its_own_shape(
     remember(
         device_of("cpu"),
         [
-            measured(problem.key(problem.rows), pick.name, pick.source_hash(problem, None), 1)
+            measured(problem, pick.name, pick.source_hash(problem, None))
             for problem, pick in zip(problems, picks, strict=True)
         ],
     )
