@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from gristmill.ops.registry import OPS
+from gristmill.select.chooser import Choice, ranked
 from gristmill.select.device import device_of
 from gristmill.select.problem import Problem
 from gristmill.select.table import Table
@@ -55,13 +56,20 @@ def table_rows(path: Path | None = None) -> dict[str, str]:
     return {" ".join(row.key.split(" ")[:2]): row.variant for row in table.rows.values()}
 
 
-def chosen(op_name: str, rows: int, columns: int = N) -> str:
-    """The variant that a call of that shape would run now, on the CPU."""
-    from gristmill.select.chooser import ranked
-
+def choice_of(op_name: str, rows: int) -> Choice:
     op = OPS[op_name]
-    args = op.example((rows, columns), torch.bfloat16, "cpu")
-    return ranked(op.name, op.variants, op.problem(*args))[0].variant.name
+    args = op.example((rows, N), torch.bfloat16, "cpu")
+    return ranked(op.name, op.variants, op.problem(*args))[0]
+
+
+def chosen(op_name: str, rows: int) -> str:
+    """The variant that a call of so many rows would run now, on the CPU."""
+    return choice_of(op_name, rows).variant.name
+
+
+def chosen_source(op_name: str, rows: int) -> str:
+    """Where that choice comes from."""
+    return choice_of(op_name, rows).source
 
 
 @dataclass(frozen=True)

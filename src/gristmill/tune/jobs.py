@@ -102,7 +102,7 @@ def plan_by_shapes(
         for dtype in dtypes:
             kind = Kind(op, dtype, options or {}, device)
             for size, shape, asked in _asked(kind, shapes, rows or within, plan.notes):
-                sizes = _refined(size.problem, asked, probes)
+                sizes = _refined(size.problem, asked, 0 if within else probes)
                 asked = set(_one_of_each(sizes, asked))
                 known = asked if within else _stops_between(sizes, asked)
                 found = _available(kind, shape, known, size)

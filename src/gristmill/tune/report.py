@@ -43,8 +43,8 @@ class TuneReport:
     def __str__(self) -> str:
         if not self.outcomes:
             return (
-                "nothing was tuned: there was nothing to choose, a row of a table covered it already, or "
-                "another rank has measured it"
+                "nothing was tuned: there was nothing to choose, a row of a table covered it "
+                "already, or another rank has measured it"
             )
         return "\n".join([*lines(self.outcomes), summary(self.outcomes)])
 
