@@ -256,13 +256,10 @@ def test_a_rule_that_cannot_be_built_has_no_time(fake: Any) -> None:
 
 
 class Enumerated(Way):
-    """Beside the usual configs it knows all that there are, one of which is not valid."""
+    """Beside the usual configs it knows all that there are."""
 
     def all_configs(self, problem: Problem) -> list[Launch]:
-        return [Launch(width) for width in (16, 64, 7, 8)]
-
-    def rejects(self, problem: Problem, config: Any) -> str | None:
-        return "odd" if config.width % 2 else None
+        return [Launch(width) for width in (16, 64, 8)]
 
     def programs(self, problem: Problem, config: Any) -> tuple[Any, ...]:
         return (f"program {config.width}",)
@@ -284,16 +281,6 @@ def test_all_launches_take_part_where_a_variant_enumerates_them(fake: Any) -> No
     assert (row["best"], row["launches"], row["regret"]) == ("wide width=8", "all", 1.0)
     assert regret.todo(points, results, every) == regret.todo(points, results) == []
     assert "notes" not in results.meta
-
-
-def test_it_is_noted_where_no_variant_enumerates_its_launches(fake: Any) -> None:
-    fake([Way("first")], lambda name, rows: 1.0)
-    results = Results({})
-    every = regret.Method(all_launches=True)
-    regret.run([Point(FAMILY, 8)], CPU, results, lambda text: None, every)
-    assert results.meta["notes"] == [
-        "rms_norm: no variant enumerates all its launches; candidates were the usual ones"
-    ]
 
 
 def test_programs_are_those_of_pick_rule_candidates_and_all_launches(

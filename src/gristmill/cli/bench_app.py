@@ -187,7 +187,7 @@ def bench(
         bool,
         typer.Option(
             "--all-launches",
-            help="Of regret: compare with every launch that a variant enumerates, where it can.",
+            help="Of regret: compare with every launch that a variant enumerates.",
         ),
     ] = False,
     check: Annotated[

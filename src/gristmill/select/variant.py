@@ -57,6 +57,13 @@ class Variant(ABC):
         """The configurations worth timing for `problem`, that of `config` first."""
         return (self.config(problem),)
 
+    def all_configs(self, problem: Problem) -> Sequence[Any]:
+        """Every config that is enumerated for `problem`, where that is more than `configs`.
+
+        Too many to time for a table; the `regret` suite can measure a choice against them.
+        """
+        return self.configs(problem)
+
     def rejects(self, problem: Problem, config: Any) -> str | None:
         """Why `config` is not a launch of this variant for `problem`; None if it is one.
 

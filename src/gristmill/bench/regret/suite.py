@@ -33,7 +33,6 @@ from gristmill.bench.results import OURS, Results, Row, described, first_line
 from gristmill.errors import GristmillError
 from gristmill.jit.compilers import Compilable
 from gristmill.ops.op import Op
-from gristmill.ops.registry import OPS
 from gristmill.select.chooser import by_heuristics, ranked, resolve
 from gristmill.select.copies import rotation_count, sets_for_tuning, tensors_in
 from gristmill.select.device import device_of
@@ -41,7 +40,6 @@ from gristmill.select.problem import Problem
 from gristmill.select.tables import tables_for
 from gristmill.select.timing import Timing, time_interleaved
 from gristmill.select.tuning import GROUP, HOPELESS, Candidate, Function, candidates
-from gristmill.select.variant import Variant
 
 Advance = Callable[[str], None]
 
@@ -51,8 +49,6 @@ FIRST_SAMPLES, SAMPLES = 3, 20
 FINALISTS = 8
 # Value of "launches" in rows for which variants gave every launch that they enumerate.
 ALL_LAUNCHES = "all"
-# Of variants that can: `all_configs(problem)`, every config that is enumerated.
-_ALL_CONFIGS = "all_configs"
 # Of the memory that is free; the rest is left to what cannot be foreseen, such as workspaces.
 _SHARE = 0.8
 
@@ -138,9 +134,6 @@ def run(
     method: Method = Method(),
 ) -> None:
     """Measure every point; `advance` is told about each before it starts."""
-    if method.all_launches:
-        for op in dict.fromkeys(point.family.op.name for point in points):
-            note_launches(op, results)
     for point in points:
         advance(f"regret {point}")
         try:
@@ -330,24 +323,9 @@ def entrants(
     found = candidates(op.variants, problem, picked, thorough=True, more=more)
     if all_launches:
         for variant in dict.fromkeys(one.variant for one in found):
-            found += [Candidate(variant, config) for config in every_config(variant, problem)]
+            configs = variant.all_configs(problem.asked())
+            found += [Candidate(variant, config) for config in configs]
     return rule, list({str(candidate): candidate for candidate in found}.values())
-
-
-def every_config(variant: Variant, problem: Problem) -> list[Any]:
-    """Every config that a variant enumerates for a problem, if it has a method that says so."""
-    enumerate_all = getattr(variant, _ALL_CONFIGS, None)
-    asked = problem.asked()
-    configs = [] if enumerate_all is None else enumerate_all(asked)
-    return [config for config in configs if variant.rejects(asked, config) is None]
-
-
-def note_launches(op: str, results: Results) -> None:
-    """Say so where no variant of an op enumerates all its launches."""
-    if not any(hasattr(variant, _ALL_CONFIGS) for variant in OPS[op].variants):
-        results.note(
-            f"{op}: no variant enumerates all its launches; candidates were the usual ones"
-        )
 
 
 def rival(

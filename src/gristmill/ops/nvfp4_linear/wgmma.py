@@ -17,6 +17,7 @@ from gristmill.ops.nvfp4_linear.problem import Details
 from gristmill.ops.nvfp4_linear.wgmma_configs import (
     CHUNK,
     WgmmaConfig,
+    all_of,
     candidates_of,
     cut_of,
     why_rejected,
@@ -52,6 +53,9 @@ class Wgmma(Variant):
 
     def configs(self, problem: Problem) -> Sequence[WgmmaConfig]:
         return candidates_of(problem)
+
+    def all_configs(self, problem: Problem) -> Sequence[WgmmaConfig]:
+        return all_of(problem)
 
     def rejects(self, problem: Problem, config: WgmmaConfig) -> str | None:
         return why_rejected(problem, config)

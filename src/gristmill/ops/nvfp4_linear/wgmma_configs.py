@@ -184,15 +184,24 @@ _KNOWN = frozenset((tokens, *shape) for tokens, some in _SHAPES.items() for shap
 @functools.lru_cache(maxsize=1024)
 def candidates(rows: int, n: int, k: int, device: Device) -> tuple[WgmmaConfig, ...]:
     """The configs worth timing, the fastest by the model first; empty if none fits."""
-    found: dict[WgmmaConfig, float] = {}
-    for whole in _cuts(rows, n, k, device):
-        for one in _ways(whole, device):
-            found[one] = estimate(replace(whole, config=one), device)
-    return tuple(sorted(found, key=found.__getitem__)[:CANDIDATES])
+    return _ranked(rows, n, k, device)[:CANDIDATES]
 
 
 def candidates_of(problem: Problem) -> tuple[WgmmaConfig, ...]:
     return candidates(problem.rows, problem.dim("N"), problem.dim("K"), problem.device)
+
+
+def all_of(problem: Problem) -> tuple[WgmmaConfig, ...]:
+    """All configs that fit, the fastest by the model first."""
+    return _ranked(problem.rows, problem.dim("N"), problem.dim("K"), problem.device)
+
+
+def _ranked(rows: int, n: int, k: int, device: Device) -> tuple[WgmmaConfig, ...]:
+    found: dict[WgmmaConfig, float] = {}
+    for whole in _cuts(rows, n, k, device):
+        for one in _ways(whole, device):
+            found[one] = estimate(replace(whole, config=one), device)
+    return tuple(sorted(found, key=found.__getitem__))
 
 
 def why_rejected(problem: Problem, config: WgmmaConfig) -> str | None:
