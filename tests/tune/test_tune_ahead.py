@@ -12,7 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from tune_helpers import N, Planted, chosen, chosen_source, fake_times, table_rows, user_table
+from tune_helpers import (
+    N,
+    chosen,
+    chosen_source,
+    fake_times,
+    planted_on_rms_norm,
+    table_rows,
+    user_table,
+)
 
 from gristmill.errors import ArgumentError, DriverError, TableError
 from gristmill.jit import cache, counters
@@ -320,13 +328,6 @@ def remember_launch(row: Row, *, number: int, rows: int = 64) -> None:
     covers = BUCKETS.span(rows)
     other = replace(row, key=key, rows=rows, covers=covers, config={"number": number}, also={})
     remember(device, [other], path=path)
-
-
-def planted_on_rms_norm(monkeypatch: pytest.MonkeyPatch, rule: Any, launches: int = 4) -> Planted:
-    """Let rms_norm have one variant, of several launches."""
-    variant = Planted(rule, launches)
-    monkeypatch.setattr(OPS["rms_norm"], "variants", (variant,))
-    return variant
 
 
 def test_changes_of_the_heuristics_are_measured_on_both_sides(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tune_helpers import fake_times, table_rows
+from tune_helpers import fake_times, planted_on_rms_norm, table_rows, user_table
 from typer.testing import CliRunner
 
 from gristmill.cli.app import app
@@ -19,6 +19,7 @@ from gristmill.ops.registry import OPS
 from gristmill.select import KNOWN, reset_tables
 from gristmill.select.configs import config_to_json
 from gristmill.select.device import device_of
+from gristmill.select.problem import BUCKETS, Span
 from gristmill.select.table import Row, Table
 from gristmill.select.tables import user_table_path
 from gristmill.settings import reload_settings
@@ -52,42 +53,79 @@ def test_by_op_and_shape(run: Run, reference_wins: list[Any]) -> None:
     result = run("tune rms_norm softmax --shape 64x32 --shape 256x32")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
-    assert lines[0].startswith("cpu: 4 problems, table ")
-    assert lines[1].startswith("[1/6] rms_norm rows=64 N=32 x=bfloat16")
-    assert lines[2] == "  library -> reference  10.00 -> 5.00 us  -50.0%"
-    assert "  reference stays  5.00 us  (no row of its own)" in lines
+    assert lines[0].startswith("cpu, table ")
+    assert lines[1].startswith(
+        "4 problems, and up to 2 more where the choice changes between them; "
+        "0 programs to compile; about 1 s"
+    )
+    assert lines[2].startswith("[1/6] rms_norm rows=64 N=32 x=bfloat16")
+    assert lines[3] == "  library -> reference  10.00 -> 5.00 us  -50.0%"
     assert (
         "4 problems tuned, 4 with another choice than before; "
         "2.000 times as fast (geometric mean)" in lines
     )
-    assert "0 of 2 sizes between hints have got a row of their own" in lines
+    assert "2 rows of the table made from them" in lines
     assert lines[-1] == f"table: {user_table_path(device_of('cpu'))}"
     assert set(table_rows().values()) == {"reference"}
     again = run("tune rms_norm softmax --shape 64x32 --shape 256x32")
     assert again.exit_code == 0
-    assert "4 had a row that holds already (--again tunes them anew)" in again.stdout
+    assert (
+        "4 problems passed over: covered by a row already (--again measures them anew)"
+        in again.stdout
+    )
     assert "[1/" not in again.stdout
+    assert "about" not in again.stdout
     anew = run("tune rms_norm --shape 64x32 --again --no-split")
     assert "reference stays  5.00 us" in anew.stdout
 
 
 def test_as_json(run: Run, reference_wins: list[Any], tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
-    result = run(f"tune rms_norm --shape 64x32 --hints 64,16 --dtype fp32 --table {path} --json")
+    result = run(f"tune rms_norm --shape 64x32 --rows 64,16 --dtype fp32 --table {path} --json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["device"] == "cpu"
     assert found["table"] == str(path)
-    assert (found["tuned"], found["probed"], found["splits"], found["held"]) == (2, 1, 0, 0)
+    assert (found["held"], found["alone"], found["changed"]) == (0, 0, 2)
     assert found["speedup"] == pytest.approx(2.0)
     assert [one["rows"] for one in found["problems"]] == [16, 64]
     assert all("x=float32" in one["key"] for one in found["problems"])
     one = found["problems"][0]
     assert (one["before"], one["before_us"], one["variant"]) == ("library", 10.0, "reference")
     assert one["second"]["variant"] == "library"
-    assert one["split"] is False
+    assert one["covers"] == [16, 16]
+    (row,) = found["rows"]
+    assert (row["covers"], row["rows"], row["also"]) == ([5, 128], 64, {"16": 5.0})
     assert "[1/3] rms_norm rows=16" in result.stderr
-    assert set(table_rows(path)) == {"rms_norm rows=16", "rms_norm rows=64"}
+    assert set(table_rows(path)) == {"rms_norm rows=64"}
+
+
+def test_only_where_the_choice_changes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = fake_times(
+        monkeypatch, lambda name, rows: 5.0 if (name == "reference") == (rows < 100) else 10.0
+    )
+    result = run("tune rms_norm --shape 1x32 --capture-sizes vllm")
+    assert result.exit_code == 0, result.output
+    assert [rows for rows, _ in asked] == [1, 512, 184, 88, 136, 112, 104, 96]
+    assert "2 problems, and up to 6 more where the choice changes between them" in result.stdout
+    covers = [row.covers for row in user_table().rows.values()]
+    assert sorted(covers) == [Span(0, 99), Span(100, 724)]
+    result = run("tune softmax --shape 1x32 --capture-sizes 4,2,1")
+    assert result.exit_code == 0, result.output
+    assert [rows for rows, _ in asked[8:]] == [1, 4]
+
+
+def test_more_changes_than_were_announced(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of problems is an estimate where the choice changes to and fro."""
+    planted_on_rms_norm(monkeypatch, rule=lambda rows: 0, launches=10)
+    fake_times(monkeypatch, lambda name, rows: 5.0 if name.endswith(f"={rows % 10}") else 10.0)
+    sizes = ",".join(map(str, range(8, 18)))
+    result = run(f"tune rms_norm --shape 1x32 --capture-sizes {sizes}")
+    assert result.exit_code == 0, result.output
+    lines = [line for line in result.stdout.splitlines() if line.startswith("[")]
+    numbers = [f"[{number}/6]" for number in range(1, 7)]
+    assert [line.split(" ")[0] for line in lines] == [*numbers, "[7]", "[8]", "[9]", "[10]"]
+    assert all(line.split(" ")[1] == "rms_norm" for line in lines)
 
 
 def test_real_times(run: Run) -> None:
@@ -107,10 +145,30 @@ def test_real_times(run: Run) -> None:
         ("tune no_such_op", "gristmill: unknown op 'no_such_op': there are rms_norm"),
         ("tables no_such_op", "gristmill: unknown op 'no_such_op': there are rms_norm"),
         ("tune rms_norm --shape 4xx", "is not a shape"),
-        ("tune rms_norm --hints 1,x", "--hints '1,x': write numbers of rows"),
-        ("tune rms_norm --hints 0", "--hints '0': write numbers of rows"),
+        ("tune rms_norm --rows 1,x", "--rows '1,x': write numbers of rows, as in 1,16,64"),
+        ("tune rms_norm --hints 1,x", "--rows '1,x': write numbers of rows"),
+        ("tune rms_norm --rows 0", "--rows '0': write numbers of rows"),
+        ("tune rms_norm --rows a", "--rows 'a': write numbers of rows"),
+        ("tune rms_norm --rows=-1", "--rows '-1': write numbers of rows"),
+        ("tune rms_norm --rows 1,,2", "--rows '1,,2': write numbers of rows"),
+        ("tune rms_norm --rows \u00b2", "write numbers of rows"),
+        ("tune rms_norm --rows " + 20 * "9", "write numbers of rows"),
+        (
+            "tune rms_norm --capture-sizes 3,x",
+            "--capture-sizes '3,x': write vllm or numbers of rows",
+        ),
+        (
+            "tune rms_norm --rows 1 --capture-sizes vllm",
+            "--rows and --capture-sizes both name numbers of rows: give one",
+        ),
+        (
+            "tune rms_norm --capture-sizes vllm --no-split",
+            "name the numbers of rows by --rows",
+        ),
         ("tune --recorded /no/such/file", "/no/such/file: cannot be read"),
         ("tune --recorded a --shape 1x1", "--recorded has arguments of its own"),
+        ("tune --recorded a --rows 1", "--recorded has arguments of its own"),
+        ("tune --recorded a --capture-sizes 1", "--recorded has arguments of its own"),
         ("tune rms_norm --device cuda:7x", "is not a device"),
         ("tune rms_norm --device meta", "'meta' is not a device for this: write cuda, cuda:1 or"),
     ],
@@ -120,6 +178,7 @@ def test_a_wrong_command_line_is_one_line(run: Run, line: str, message: str) -> 
     assert result.exit_code == 2
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
+    assert result.stdout == ""
 
 
 def test_without_a_table_there_is_nothing_to_do(run: Run) -> None:
@@ -131,14 +190,17 @@ def test_without_a_table_there_is_nothing_to_do(run: Run) -> None:
 def test_nothing_tuned_is_a_failure(run: Run, reference_wins: list[Any]) -> None:
     result = run("tune rms_norm --shape 64x32", GRISTMILL_USE="rms_norm:library")
     assert result.exit_code == 1
-    assert "not tuned: rms_norm rows=64" in result.stdout
+    assert "not tuned: rms_norm rows=* N=32" in result.stdout
     assert "forced by GRISTMILL_USE" in result.stdout
     assert run("tune nvfp4_linear --shape 4x31").exit_code == 1
 
 
 def test_help_names_every_option(run: Run) -> None:
     shown = re.sub(r"\x1b\[[0-9;]*m", "", run("tune --help").stdout)
-    for option in ("--recorded", "--hints", "--no-split", "--again", "--quick", "--table"):
+    for option in (
+        *("--recorded", "--rows", "--capture-sizes", "--no-split", "--probes"),
+        *("--again", "--quick", "--table"),
+    ):
         assert option in shown
 
 
@@ -160,6 +222,7 @@ def row(key: str, **changes: Any) -> Row:
         "candidates": 2,
         "torch": "2.13",
     }
+    values["covers"] = BUCKETS.span(int(key.split("rows=")[1].split(" ")[0]))
     return Row(**{**values, **changes})
 
 

@@ -95,11 +95,15 @@ def test_the_command() -> None:
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["device"] == torch.cuda.get_device_name()
-    assert found["tuned"] == 4
+    # 64 and 256 rows of each op, and where the heuristics or the winners change between them.
+    measured = {(one["key"].split(" ")[0], one["rows"]) for one in found["problems"]}
+    assert {(op, rows) for op in ("rms_norm", "linear") for rows in (64, 256)} <= measured
     assert found["notes"] == []
     assert found["not_compiled"] == []
     again = CliRunner().invoke(app, line.split())
-    assert json.loads(again.stdout)["held"] == 4
+    again = json.loads(again.stdout)
+    assert (again["problems"], again["rows"]) == ([], [])
+    assert again["held"] >= 4
 
 
 def test_every_op_can_be_tuned() -> None:
@@ -108,7 +112,7 @@ def test_every_op_can_be_tuned() -> None:
     result = CliRunner().invoke(app, line.split())
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    assert found["tuned"] + found["alone"] == len(OPS)
+    assert len({one["key"].split(" ")[0] for one in found["problems"]}) + found["alone"] == len(OPS)
     assert found["notes"] == []
     for problem in found["problems"]:
         assert problem["failures"] == {}, problem["key"]

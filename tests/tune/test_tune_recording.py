@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from tune_helpers import N, fake_times, table_rows
+from tune_helpers import N, fake_times, table_rows, user_table
 from typer.testing import CliRunner
 
 from gristmill.cli.app import app
 from gristmill.ops.registry import OPS
 from gristmill.select.device import device_of
+from gristmill.select.problem import Span
 from gristmill.select.record import read_recording
 from gristmill.tune.jobs import plan_by_recording
 
@@ -83,10 +84,11 @@ def test_two_processes_write_whole_lines(recording: Path) -> None:
 
 def test_what_is_rebuilt_is_the_problem_that_was_met(recording: Path) -> None:
     for one in read_recording(recording)[::7]:
-        (job,) = plan_by_recording([one], device_of("cpu")).jobs
-        args = job.size.make("cpu")
-        assert OPS[one.op].problem(*args).key(job.size.rows) == one.key
-        assert job.size.problem.key(job.size.rows) == one.key  # as meta tensors say
+        (family,) = plan_by_recording([one], device_of("cpu")).families
+        size = family.at(*family.asked)
+        args = size.make("cpu")
+        assert OPS[one.op].problem(*args).key(size.rows) == one.key
+        assert size.problem.key(size.rows) == one.key  # as meta tensors say
         OPS[one.op].run(*args)
 
 
@@ -96,8 +98,8 @@ def test_strides_and_alignment_are_those_of_the_run(recording: Path) -> None:
         for one in read_recording(recording)
         if one.op == "fused_add_rms_norm_" and "rows=40 " in one.key
     ]
-    (job,) = plan_by_recording([one], device_of("cpu")).jobs
-    x, residual, *_ = job.size.make("cpu")
+    (family,) = plan_by_recording([one], device_of("cpu")).families
+    x, residual, *_ = family.at(40).make("cpu")
     assert (x.shape, x.stride(), x.data_ptr() % 64) == ((40, 32), (33, 1), 4)
     assert residual.data_ptr() % 64 == 0
 
@@ -110,27 +112,31 @@ def test_a_recording_is_tuned(recording: Path, monkeypatch: pytest.MonkeyPatch) 
     result = CliRunner().invoke(app, ["tune", "--recorded", str(recording), "--json"])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    # 64 is measured for 40 .. 89; the ends are tried, and the lower one gets a row of its own.
-    assert [rows for rows, _ in asked] == [64, 40, 89] * 2
-    assert (found["tuned"], found["probed"], found["splits"]) == (2, 4, 2)
+    # The smallest and the largest, then between them: 48, 56, 64, 72, 80 and 88 stand for others.
+    assert [rows for rows, _ in asked] == [40, 89, 72, 56, 64] * 2
+    assert len(found["problems"]) == 10
+    assert len(found["rows"]) == 4
     assert table_rows() == {
-        "rms_norm rows=40": "reference",
-        "rms_norm rows=64": "library",
-        "softmax rows=40": "reference",
-        "softmax rows=64": "library",
+        "rms_norm rows=56": "reference",
+        "rms_norm rows=89": "library",
+        "softmax rows=56": "reference",
+        "softmax rows=89": "library",
     }
+    covers = sorted(row.covers for row in user_table().rows.values())
+    assert covers == [Span(26, 59)] * 2 + [Span(60, 150)] * 2
     again = CliRunner().invoke(app, ["tune", "--recorded", str(recording)])
     assert again.exit_code == 0
-    assert "4 had a row that holds already" in again.output
-    assert len(asked) == 6
+    assert "4 problems passed over: covered by a row already" in again.output
+    assert len(asked) == 10
 
 
 def test_only_some_ops_of_a_recording(recording: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_times(monkeypatch, lambda name, rows: 5.0)
+    asked = fake_times(monkeypatch, lambda name, rows: 5.0)
     line = ["tune", "softmax", "--no-split", "--recorded", str(recording)]
     result = CliRunner().invoke(app, line)
     assert result.exit_code == 0, result.output
-    assert set(table_rows()) == {"softmax rows=64"}
+    assert [rows for rows, _ in asked] == [40, 89]
+    assert set(table_rows()) == {"softmax rows=89"}
 
 
 def line_of(rows: int) -> dict[str, Any]:

@@ -134,11 +134,12 @@ def test_explain_shows_the_row_and_the_command_that_tunes_it() -> None:
     assert told["mean"] == told["sum"] == told["none"]
 
 
-def test_a_recording_of_several_reductions_is_one_job() -> None:
+def test_a_recording_of_several_reductions_is_one_kind() -> None:
     recorded = []
     for reduction in REDUCTIONS:
         args = arguments("cross_entropy", (4096, 32000), reduction)
         key = OPS["cross_entropy"].problem(*args, device=H200).key(4096)
         recorded.append(Recorded("cross_entropy", key, H200.name, tuple(described(args))))
-    (job,) = plan_by_recording(recorded, H200).jobs
-    assert job.key == "cross_entropy rows=4096 N=32000 logits=bfloat16 target=int64"
+    (family,) = plan_by_recording(recorded, H200).families
+    assert family.asked == (4096,)
+    assert family.key == "cross_entropy rows=* N=32000 logits=bfloat16 target=int64"

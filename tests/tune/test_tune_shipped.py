@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 
@@ -49,11 +50,24 @@ def test_rows_say_what_was_measured(gpu: str) -> None:
     for row in table.rows.values():
         assert row.us > 0, row.key
         assert row.spread_us >= 0, row.key
-        assert row.rows == row.hint, row.key
+        assert row.rows in row.covers, row.key
+        assert all(int(rows) in row.covers for rows in row.also), row.key
+        assert str(row.rows) not in row.also, row.key
         assert row.candidates >= len(row.times) >= 1, row.key
         assert row.variant in row.times, row.key
         assert row.torch, row.key
         assert _is_date(row), row.key
+
+
+@pytest.mark.parametrize("gpu", sorted(TABLES))
+def test_no_two_rows_cover_the_same(gpu: str) -> None:
+    families: dict[str, list[Row]] = {}
+    for row in TABLES[gpu].rows.values():
+        families.setdefault(row.family, []).append(row)
+    for rows in families.values():
+        rows.sort(key=lambda row: row.covers.least)
+        for one, other in pairwise(rows):
+            assert one.covers.end < other.covers.least, other.key
 
 
 def _is_date(row: Row) -> bool:

@@ -107,3 +107,12 @@ class Planted(Variant):
 def planted_op(rule: Callable[[int], int], launches: int = 4) -> Any:
     """As much of an op as tuning needs."""
     return SimpleNamespace(name="toy", variants=(Planted(rule, launches),))
+
+
+def planted_on_rms_norm(
+    monkeypatch: pytest.MonkeyPatch, rule: Callable[[int], int], launches: int = 4
+) -> Planted:
+    """Let rms_norm have one variant, of several launches."""
+    variant = Planted(rule, launches)
+    monkeypatch.setattr(OPS["rms_norm"], "variants", (variant,))
+    return variant

@@ -149,6 +149,7 @@ class _Screen(Watch):
         self._out = out
         self._bar = ExitStack()
         self._what = ""
+        self._begun = 0
         self._advance: Callable[[str], None] = lambda text: None
 
     def __enter__(self) -> _Screen:
@@ -158,6 +159,8 @@ class _Screen(Watch):
         self._bar.close()
 
     def starts(self, amount: Amount) -> None:
+        if not amount.most:
+            return
         more = amount.most - amount.problems
         extra = f", and up to {more} more where the choice changes between them" if more else ""
         self._out.print(
@@ -173,7 +176,14 @@ class _Screen(Watch):
             self._out.print(f"compiling {counted(total, 'program')}")
 
     def begins(self, key: str, total: int) -> None:
-        self._step("measuring", total)(key)
+        self._begun += 1
+        if self._begun <= total:
+            self._step("measuring", total)(key)
+            return
+        # The choice changes more often than once between two problems.
+        self._bar.close()
+        if not self._out.is_terminal:
+            self._out.print(f"[{self._begun}] {key}", markup=False, highlight=False)
 
     def ended(self, outcome: Outcome) -> None:
         text = line(outcome, with_key=self._out.is_terminal)
