@@ -86,6 +86,26 @@ def test_all_that_a_bundle_has_is_accepted(arch: str, dtype: torch.dtype) -> Non
             assert choice.variant.rejects(problem.asked(), choice.config) is None, (problem, choice)
 
 
+@pytest.mark.parametrize(
+    ("device", "rows", "several"),
+    [(H200, 16, True), (H200, 17, False), (H200, 64, False), (A100, 17, True), (A100, 64, True)],
+    ids=str,
+)
+def test_warps_compete_with_warpgroups_at_few_rows_alone(
+    device: Device, rows: int, several: bool
+) -> None:
+    """Where they do not, their usual launch is all that is compiled and timed of them."""
+    problems = [
+        problem
+        for variant, problem in nvfp4(device, rows, 4096, 4096)
+        if variant.name == "cuda_mma" and "fragments" in problem.flags
+    ]
+    variant = next(one for one in OPS["nvfp4_linear"].variants if one.name == "cuda_mma")
+    found = {len(variant.configs(one)) for one in problems if one.op == "nvfp4_linear"}
+    assert max(found) > 1 if several else found == {1}
+    assert all(variant.configs(one)[0] == variant.config(one) for one in problems)
+
+
 def _by_family(device: Device, rows: int, at: int) -> dict[tuple[str, str], list[Case]]:
     found: dict[tuple[str, str], list[Case]] = {}
     every = (*dense(device, rows, *SIZES[at]), *nvfp4(device, rows, *SIZES[at]))
