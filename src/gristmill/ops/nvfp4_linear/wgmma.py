@@ -49,7 +49,7 @@ class Wgmma(Variant):
         return cannot_fuse(problem)
 
     def config(self, problem: Problem) -> WgmmaConfig:
-        return at_hand(self, problem, candidates_of(problem))
+        return at_hand(self, problem, all_of(problem))
 
     def configs(self, problem: Problem) -> Sequence[WgmmaConfig]:
         return candidates_of(problem)
