@@ -49,7 +49,7 @@ def test_tuning_and_explaining_speak_of_its_layout(name: str, arch: str) -> None
     layout = layout_on(op, arch)
     plan = plan_by_shapes([name], target, shapes=[(16, 96, 80)])
     assert not plan.notes
-    assert {job.size.problem.flags for job in plan.jobs} == {(layout,)}
+    assert {family.at(16).problem.flags for family in plan.families} == {(layout,)}
     args = op.example_for(target, (16, 96, 80), torch.bfloat16)
     command = tune_command(op, op.problem(*args, device=target))
     assert command is not None
@@ -69,7 +69,8 @@ def test_recorded_calls_come_back_with_scales_that_are_some(op: Op, arch: str) -
     plan = plan_by_recording([recorded], device_of("cpu"))
     assert not plan.notes
     torch.manual_seed(0)
-    again = plan.jobs[0].size.make("cpu")
+    (family,) = plan.families
+    again = family.at(family.asked[0]).make("cpu")
     results = [run_by(op, name, again) for name in ("library", "reference")]
     for one, other in zip(*map(as_tuple, results), strict=True):
         assert one.isfinite().all()
