@@ -65,7 +65,7 @@ def test_progress_and_the_second_time() -> None:
     assert {one.how for one in second} == {"cached"}
 
 
-@pytest.mark.parametrize(("table", "share"), [("none", 4), ("on", 2)])
+@pytest.mark.parametrize(("table", "share"), [("none", 3), ("on", 2)])
 def test_the_default_is_few_programs_for_many_shapes(
     monkeypatch: pytest.MonkeyPatch, table: str, share: int
 ) -> None:
