@@ -132,9 +132,10 @@ def placed(problem: Problem) -> tuple[str, Span]:
     """The key of the row that a measurement of `problem` makes, and what that row covers.
 
     As much as is known to run alike, without what rows of other measurements cover. Row counts that
-    go with the nearest stop keep the row that covers them now, if there is one: where tuning has
-    found a switch between two stops, its place stays. For all row counts that such a row would
-    cover the answer is the same, so ranks that begin with different ones measure the row once.
+    go with the nearest stop keep the row that covers them now, if it holds for no other stop: where
+    tuning has found a switch between two stops, its place stays. For all row counts that such a row
+    would cover the answer is the same, so ranks that begin with different ones measure the row once
+    (unless rows of several tables overlap).
     """
     problem, sizes = problem.asked(), problem.sizes
     stop, (least, most) = sizes.stop(problem.rows), sizes.span(problem.rows)
@@ -142,7 +143,7 @@ def placed(problem: Problem) -> tuple[str, Span]:
     for source in tables_for(problem.device):
         row = source.table.row(problem)
         others += [one.covers for one in source.table.family(problem) if one is not row]
-        if row is not None and not sizes.up:
+        if row is not None and not sizes.up and sum(one in row.covers for one in sizes.stops) < 2:
             stop, (least, most) = row.stop, row.covers
             break
     least = max([least, *(int(one.end) + 1 for one in others if one.end < problem.rows)])

@@ -35,16 +35,25 @@ from gristmill.ops.nvfp4_linear.dequantized import (
     even,
     ranges,
 )
+from gristmill.ops.nvfp4_linear.fused import cannot_fuse
 from gristmill.ops.nvfp4_linear.problem import Details, nothing_to_compute
 from gristmill.ops.nvfp4_linear.quantizers import TYPES, fp8_quantizer, quantizer_program
+from gristmill.ops.nvfp4_linear.wgmma_configs import fastest_us
 from gristmill.select.problem import Problem
 from gristmill.select.variant import Variant
 
 SHRUNK = 8.0  # the weight in E4M3 is so many times smaller than it is
-# Below, the weight is multiplied in its four bits sooner than rewritten in eight. Speed on an H200
-# against the kernels that round nothing, four weights: 0.52 to 0.73 times at 256 rows, 0.87 to 1.12
-# at 512, 1.09 to 1.47 at 1024, 1.41 to 1.85 at 4096.
-LEAST_ROWS = 1024
+# Below, cuBLAS takes longer over pieces of the weight than the kernels that round nothing, which
+# were 1.4 to 1.9 times as fast at 256 rows over four weights (H200).
+LEAST_ROWS = 512
+# Where those kernels have no model of their time: at so many rows this was 1.09 to 1.47 times as
+# fast over the four weights.
+LEAST_ROWS_ELSEWHERE = 1024
+# Of the time on an H200, fitted to four weights at 512, 1024 and 4096 rows, which it gives within
+# 6% (benchmarks/results/h200-2026-11-15/nvfp4_linear-fp8). Microseconds: launches; the weight, read
+# in NVFP4 and written in FP8 (bytes per us); the product (operations per us).
+_LAUNCHES, _DECODED, _PRODUCT = 7.2, 2.99e6, 1.397e9
+_WEIGHT_BYTES = 9 / 16 + 1  # of an element
 
 _NARROW = (torch.bfloat16, torch.float16)
 
@@ -80,10 +89,17 @@ class ScaledMMFp8(Variant):
         return None
 
     def declines(self, problem: Problem) -> str | None:
-        if problem.rows < LEAST_ROWS:
-            return f"below {LEAST_ROWS} rows it takes longer than a product that rounds nothing"
         if FRAGMENTS not in problem.flags:
             return f"only layout {FRAGMENTS!r} has a kernel that dequantises"
+        on_hopper = problem.device.capability == (9, 0) and cannot_fuse(problem) is None
+        least = LEAST_ROWS if on_hopper else LEAST_ROWS_ELSEWHERE
+        if problem.rows < least:
+            return f"below {least} rows it takes longer than a product that rounds nothing"
+        if not on_hopper:
+            return None
+        exact, mine = fastest_us(problem), estimate(problem)
+        if exact < mine:
+            return f"would take {mine:.3g} us, and cuda_wgmma, which rounds nothing, {exact:.3g}"
         return None
 
     def varies_with_batch(self, problem: Problem) -> str | None:
@@ -116,6 +132,13 @@ class ScaledMMFp8(Variant):
             return y
 
         return plan
+
+
+def estimate(problem: Problem) -> float:
+    """About how many microseconds it takes on an H200, from LEAST_ROWS rows on."""
+    elements = problem.dim("N") * problem.dim("K")
+    decoded = elements * _WEIGHT_BYTES / _DECODED
+    return _LAUNCHES + decoded + 2 * elements * problem.rows / _PRODUCT
 
 
 def _run(problem: Problem) -> Callable[..., None]:

@@ -197,6 +197,12 @@ def all_of(problem: Problem) -> tuple[WgmmaConfig, ...]:
     return _ranked(problem.rows, problem.dim("N"), problem.dim("K"), problem.device)
 
 
+def fastest_us(problem: Problem) -> float:
+    """Microseconds of the config that the model puts first; infinite if none fits."""
+    found = all_of(problem)
+    return estimate(cut_of(problem, found[0]), problem.device) if found else math.inf
+
+
 @functools.lru_cache(maxsize=1024)
 def _ranked(rows: int, n: int, k: int, device: Device) -> tuple[WgmmaConfig, ...]:
     found: dict[WgmmaConfig, float] = {}
