@@ -94,6 +94,25 @@ def test_hints_that_lie_close_have_rows_of_their_own(monkeypatch: pytest.MonkeyP
     ]
 
 
+def test_more_hints_make_more_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row of the only hint covered all sizes."""
+    fake_timing(monkeypatch, {"plus": 1.0, "minus": 9.0})
+    make_two(hints=[64]).tune_at_hints(pair)
+    one = make_two(hints=[16, 64, 1024])
+    found = {}
+    for size in one.hints:
+        fake_timing(monkeypatch, {"plus": 5.0, "minus": 1.0 if size == 64 else 9.0})
+        one.tune(*pair(size))
+    for size in one.hints:
+        explained = one.explain(*pair(size))
+        found[size] = (explained.chosen, explained.measured_at, explained.covers)
+    assert found == {
+        16: ("plus", 16, (0, 32)),
+        64: ("minus", 64, (33, 256)),
+        1024: ("plus", 1024, (257, None)),
+    }
+
+
 def test_everything_but_the_size_is_in_the_family(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tuned for one kind of call speaks for no other."""
 

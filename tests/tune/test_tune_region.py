@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from typing import Any
 
@@ -13,7 +14,10 @@ import gristmill as gm
 from gristmill.errors import ArgumentError, DtypeError
 from gristmill.ops.registry import OPS
 from gristmill.select import reset_counters
+from gristmill.select.device import device_of
+from gristmill.select.problem import Span
 from gristmill.select.sight import _REGIONS
+from gristmill.select.tables import remember
 from gristmill.tune import TuneReport
 
 
@@ -61,6 +65,29 @@ def test_what_is_tuned_is_used_at_once_and_everywhere(monkeypatch: pytest.Monkey
     reset_counters()
     gm.rms_norm(x)
     assert gm.counters()["choices"] == {"rms_norm:reference": 1}
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_in_a_row_that_was_joined_from_many_one_call_speaks_for_its_own_sizes(
+    stale: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One winner from 1 to 4096 rows, says the table: a call of one row measures only that."""
+    fake_times(monkeypatch, lambda name, rows: 5.0 if name == "library" else 10.0)
+    with gm.tune() as report:
+        gm.rms_norm(torch.randn(4096, N))
+    row = report.outcomes[0].row
+    joined = dataclasses.replace(
+        row, covers=Span(0, 8192), source_hash="0" * 16 if stale else row.source_hash
+    )
+    remember(device_of("cpu"), [joined])
+    fake_times(monkeypatch, reference_wins)
+    with gm.tune(again=not stale):
+        gm.rms_norm(torch.randn(1, N))
+    rows = user_table().rows.values()
+    assert {row.covers: (row.variant, row.rows) for row in rows} == {
+        (0, 4): ("reference", 1),
+        (5, 8192): ("library", 4096),
+    }
 
 
 def test_a_row_speaks_for_its_bucket_until_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,26 +131,36 @@ def spoken_for(problem: Problem, variants: Sequence[Variant]) -> bool:
 def placed(problem: Problem) -> tuple[str, Span]:
     """The key of the row that a measurement of `problem` makes, and what that row covers.
 
-    As much as is known to run alike, without what rows of other measurements cover. Row counts that
-    go with the nearest stop keep the row that covers them now, if it holds for no other stop: where
-    tuning has found a switch between two stops, its place stays. For all row counts that such a row
-    would cover the answer is the same, so ranks that begin with different ones measure the row once
-    (unless rows of several tables overlap).
+    As much as is known to run alike, and nothing across the end of a row that tables have now. Row
+    counts that go with the nearest stop keep the row that covers them, if it holds for no other
+    stop: where tuning has found a switch between two stops, its place stays. For all row counts
+    that such a row would cover the answer is the same, so ranks that begin with different ones
+    measure the row once.
     """
     problem, sizes = problem.asked(), problem.sizes
-    stop, (least, most) = sizes.stop(problem.rows), sizes.span(problem.rows)
-    others: list[Span] = []
+    stop, covers = sizes.stop(problem.rows), sizes.span(problem.rows)
+    within: list[Span] = []
     for source in tables_for(problem.device):
         row = source.table.row(problem)
-        others += [one.covers for one in source.table.family(problem) if one is not row]
         if row is not None and not sizes.up and sum(one in row.covers for one in sizes.stops) < 2:
-            stop, (least, most) = row.stop, row.covers
+            stop, covers = row.stop, row.covers
             break
-    least = max([least, *(int(one.end) + 1 for one in others if one.end < problem.rows)])
-    ends = [one.least - 1 for one in others if one.least > problem.rows]
-    most = min(ends if most is None else [most, *ends], default=None)
+        within.append(
+            row.covers if row is not None else _gap(source.table.family(problem), problem)
+        )
+    within.append(covers)
+    least = max(one.least for one in within)
+    most = min((one.most for one in within if one.most is not None), default=None)
     stop = max(stop, least) if most is None else min(max(stop, least), most)
     return problem.key(stop), Span(least, most)
+
+
+def _gap(rows: Iterable[Row], problem: Problem) -> Span:
+    """The row counts between the rows below and above a problem that none of them covers."""
+    spans = [row.covers for row in rows]
+    below = [int(one.end) + 1 for one in spans if one.end < problem.rows]
+    above = [one.least - 1 for one in spans if one.least > problem.rows]
+    return Span(max(below, default=0), min(above, default=None))
 
 
 def _tune(
