@@ -167,7 +167,7 @@ class MultiKernel:
         return use(self.name, kernel)
 
     def tune(self, *args: Any, **kwargs: Any) -> Outcome | None:
-        """Time the kernels on these arguments, and keep the winner for all sizes of their bucket.
+        """Time the kernels on these arguments, and keep the winner for all sizes of their hint.
 
         They run on copies: nothing is written to, no random number is drawn. Also where a row is
         there already. Gives what was measured; None where another rank has measured it.

@@ -86,7 +86,7 @@ class Tabled(NamedTuple):
 def tabled(op: Op, device: Device) -> Iterator[Tabled]:
     """The problems for which a table in force has a row."""
     for source in tables_for(device):
-        for row in source.table.rows.values():
+        for row in list(source.table.rows.values()):  # other threads may add some
             name, *words = row.key.split()
             if name == op.name:
                 pairs = [word.partition("=") for word in words]

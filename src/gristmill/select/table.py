@@ -164,9 +164,9 @@ class Table:
     def save(self, path: Path) -> None:
         """Merge these rows into the file at `path` and write it in one atomic step.
 
-        Rows already in the file stay unless one here has the same key, so tuning one op keeps what
-        is known of the others, and several processes may save at once. A file that is no table of
-        this GPU raises TableError and stays.
+        Each row is put into the file's table as by `put`, so tuning one op keeps what is known of
+        the others, and several processes may save at once. A file that is no table of this GPU
+        raises TableError and stays.
         """
         make_folders(path.parent)
         with locked_folder(path.parent, _PATIENCE_S):
@@ -261,9 +261,10 @@ def _least(row: Row) -> int:
 
 def _without(row: Row, other: Row) -> Row | None:
     """`row` without what `other` covers; None if nothing is left of it."""
-    (least, most), taken, stop = row.covers, other.covers, row.stop
+    (least, most), taken = row.covers, other.covers
     if taken.least > row.covers.end or least > taken.end:
         return row
+    stop = row.stop
     if row.key == other.key or stop in taken:
         return None
     left = Span(least, taken.least - 1) if stop < taken.least else Span(int(taken.end) + 1, most)
