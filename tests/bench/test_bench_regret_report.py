@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from gristmill.bench.regret.suite import Method, describe
 from gristmill.bench.report import markdown, print_results
 from gristmill.bench.results import OURS, Results, load
 from gristmill.cli.app import app
+from gristmill.select.tables import reset_tables
+from gristmill.settings import reload_settings
 
 
 def regret_row(op: str, shape: tuple[int, ...], regret: float, **more: Any) -> dict[str, Any]:
@@ -449,6 +452,19 @@ def run(line: str) -> str:
     return result.output
 
 
+@pytest.fixture
+def no_tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Neither what other tests have tuned in this process nor files take part."""
+    with monkeypatch.context() as patch:
+        patch.setenv("GRISTMILL_TABLE", "none")
+        reload_settings()
+        reset_tables()
+        yield
+    reload_settings()
+    reset_tables()
+
+
+@pytest.mark.usefixtures("no_tables")
 def test_the_command_measures_and_shows_again(tmp_path: Path) -> None:
     words = "--op rms_norm --op softmax --dtype float32 --device cpu"
     output = run(f"bench regret {words} --output {tmp_path}")
