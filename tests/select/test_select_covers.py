@@ -116,39 +116,56 @@ def test_a_new_row_takes_what_it_covers_from_its_own_family_only() -> None:
 @pytest.mark.parametrize(
     ("covers", "left"),
     [
-        ((1449, 2048), (513, 1448)),
-        ((1025, None), (513, 1024)),
-        ((0, 600), (601, 2048)),
-        ((513, 1023), (1024, 2048)),
-        # Of what lies on both sides, the part with the size in the key stays.
-        ((600, 700), (701, 2048)),
-        ((1500, 1600), (513, 1499)),
-        ((2049, 4096), (513, 2048)),
-        ((0, 512), (513, 2048)),
-        # And of what lies around that size, nothing.
-        ((1000, 1100), None),
-        ((0, None), None),
+        ((1449, 2048), {1024: (513, 1448)}),
+        ((1025, None), {1024: (513, 1024)}),
+        ((0, 600), {1024: (601, 2048)}),
+        ((513, 1023), {1024: (1024, 2048)}),
+        # A part without the size in the key is named by the largest that was measured in it.
+        ((600, 700), {513: (513, 599), 1024: (701, 2048)}),
+        ((1000, 1100), {700: (513, 999), 1500: (1101, 2048)}),
+        ((650, 1200), {513: (513, 649), 1500: (1201, 2048)}),
+        # Where nothing was measured nothing stays.
+        ((1500, 1600), {1024: (513, 1499)}),
+        ((513, 1500), {}),
+        ((2049, 4096), {1024: (513, 2048)}),
+        ((0, 512), {1024: (513, 2048)}),
+        ((0, None), {}),
     ],
 )
 def test_a_new_row_takes_what_it_covers_from_the_others(
-    covers: tuple[int, int | None], left: tuple[int, int] | None
+    covers: tuple[int, int | None], left: dict[int, tuple[int, int]]
 ) -> None:
     also = {"513": 1.0, "700": 2.0, "1024": 3.0, "1500": 4.0}
     old = at(1024, SECOND, (513, 2048), also=also)
     new = at(covers[0], FIRST, covers)
     table = table_of(old, new)
     assert table.rows[new.key] is new
-    assert (old.key in table.rows) == (left is not None)
+    assert len(table.rows) == 1 + len(left)
     for rows in range(2100):
         row = table.row(problem(rows))
         if rows in new.covers:
             assert row is new
-        elif left is not None and rows in Span(*left):
-            assert row is not None
-            assert (row.key, row.covers, row.variant) == (old.key, left, "second")
-            assert row.also == {at: us for at, us in also.items() if int(at) in Span(*left)}
-        else:
+            continue
+        parts = [(stop, span) for stop, span in left.items() if rows in Span(*span)]
+        if not parts:
             assert row is None
+            continue
+        ((stop, span),) = parts
+        assert row is not None
+        assert (row.stop, row.covers, row.variant, row.us) == (stop, span, "second", old.us)
+        assert row.also == {at: us for at, us in also.items() if int(at) in Span(*span)}
+
+
+def test_a_wide_row_that_is_measured_again_in_parts_keeps_the_rest() -> None:
+    """As by `gristmill tune --rows 512 --again` after tuning from 1 to 512 rows."""
+    wide = at(512, FIRST, (1, 512), also={"1": 4.0, "64": 5.0})
+    table = table_of(wide, at(512, SECOND, (497, 512)), at(64, THIRD, (57, 64)))
+    found = {row.stop: (row.covers, row.variant) for row in table.family(problem())}
+    assert found == {
+        1: ((1, 56), "first"),
+        64: ((57, 64), "third"),
+        512: ((497, 512), "second"),
+    }
 
 
 def test_a_row_that_is_measured_again_replaces_the_old_one_whatever_that_covered() -> None:
@@ -257,10 +274,11 @@ def check_apart(table: Table) -> None:
         assert all(int(rows) in row.covers for rows in row.also)
 
 
+@hypothesis.settings(deadline=None)
 @given(st.lists(some_rows(), max_size=12))
 def test_after_any_rows_they_overlap_nowhere_and_the_newest_decides(rows: list[Row]) -> None:
     table = Table.for_device(H200)
-    for number, row in enumerate(rows):
+    for row in rows:
         before = {count: table.row(problem(count)) for count in range(0, 260, 3)}
         table.put(row)
         check_apart(table)
@@ -269,13 +287,15 @@ def test_after_any_rows_they_overlap_nowhere_and_the_newest_decides(rows: list[R
             if count in row.covers:
                 assert found is row
             elif found is None:
-                # Its row lost the size in its key, or the part that has it.
+                # In its part of the old row nothing was measured.
                 assert old is None or old.covers.least <= row.covers.end
             else:
                 assert old is not None
-                assert (found.key, found.us) == (old.key, old.us)
+                assert (found.family, found.us, found.launch()) == (
+                    *(old.family, old.us, old.launch()),
+                )
+                assert found.key == old.key or found.stop in {old.rows, *map(int, old.also)}
                 assert old.covers.covers(found.covers)
-        assert all(one in [kept.key for kept in rows[: number + 1]] for one in table.rows)
 
 
 @given(st.lists(some_rows(), max_size=8), st.lists(some_rows(), max_size=8))

@@ -278,9 +278,10 @@ def compare_ranks(device: Device) -> None:
             row = row_from_json(answer)
             if (row.launch() if key == name else str(row.covers)) == (here or there):
                 return True
-        if here is not None and key == name:
+        if key == name and (answer is not None or None not in (here, there)):
             return False
-        # A row that was tuned in this run has taken from what others cover, or their place.
+        # A row that was tuned in this run has taken from what others cover, or their place, and
+        # parts of them may have another key.
         news = [
             row
             for row in tuned.beside(key)

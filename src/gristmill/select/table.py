@@ -15,7 +15,7 @@ import json
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -140,11 +140,11 @@ class Table:
         return parse(text, str(path))
 
     def put(self, row: Row) -> None:
-        """Add a row. Others no longer cover what it covers; those that then lack the row count in
-        their key are removed.
+        """Add a row. Others no longer cover what it covers; what is left of them stays as far as
+        their launch was measured there.
         """
         known = self._families.get(row.family, _NO_FAMILY).rows
-        left = [kept for one in known if (kept := _without(one, row)) is not None]
+        left = [part for one in known for part in _without(one, row)]
         self.rows[row.key] = row
         self.rows.update({one.key: one for one in left})
         # In one step: other threads may be looking.
@@ -259,17 +259,26 @@ def _least(row: Row) -> int:
     return row.covers.least
 
 
-def _without(row: Row, other: Row) -> Row | None:
-    """`row` without what `other` covers; None if nothing is left of it."""
+def _without(row: Row, other: Row) -> Iterator[Row]:
+    """What is left of `row` without what `other` covers.
+
+    A part keeps the key if it has the row count in it, else it takes the largest row count at which
+    the launch was measured there. Without one it is dropped.
+    """
     (least, most), taken = row.covers, other.covers
     if taken.least > row.covers.end or least > taken.end:
-        return row
-    stop = row.stop
-    if row.key == other.key or stop in taken:
-        return None
-    left = Span(least, taken.least - 1) if stop < taken.least else Span(int(taken.end) + 1, most)
-    also = {rows: us for rows, us in row.also.items() if int(rows) in left}
-    return dataclasses.replace(row, covers=left, also=also)
+        yield row
+        return
+    parts = [Span(least, taken.least - 1)] if least < taken.least else []
+    if taken.end < row.covers.end:
+        parts.append(Span(int(taken.end) + 1, most))
+    for part in parts:
+        measured = [count for count in (row.rows, *map(int, row.also)) if count in part]
+        stop = row.stop if row.stop in part else max(measured, default=None)
+        if stop is not None:
+            also = {rows: us for rows, us in row.also.items() if int(rows) in part}
+            key = _ROWS_WORD.sub(f" rows={stop}", row.key, count=1)
+            yield dataclasses.replace(row, key=key, covers=part, also=also)
 
 
 def _natural(row: Row) -> list[tuple[int, str]]:
