@@ -286,7 +286,7 @@ def test_where_no_row_covers_a_size_that_is_said(rows: int) -> None:
     assert (explanation.measured_at, explanation.covers) == (None, None)
     assert (explanation.chosen, explanation.source) == ("first", "preference")
     assert times(explanation) == [None] * 4
-    assert "; no table covers this number of rows\n" in str(explanation)
+    assert "; no row of a table decides\n" in str(explanation)
     assert len(explanation.evidence) == bool(rows)
 
 
@@ -497,3 +497,25 @@ def test_explain_of_a_call_knows_the_modes_in_force() -> None:
     with batch_invariant():
         assert gristmill.explain("rms_norm", x, None).modes["batch_invariant"] is True
     assert gristmill.explain("rms_norm", x, None).modes["batch_invariant"] is False
+
+
+def test_a_row_of_a_variant_that_a_mode_excludes_does_not_decide() -> None:
+    tune(*beside((513, 2048)))
+    variants = [Fake("first", configured=True, source="v1", random="adds in any order"), REFERENCE]
+    explanation = explain_problem("toy", variants, problem(1000, deterministic=True))
+    assert (explanation.chosen, explanation.measured_at, explanation.covers) == (
+        *("reference", None, None),
+    )
+    text = "its row for 513 to 2048 rows is ignored: first cannot run this problem: not determ"
+    assert text in str(explanation)
+
+
+def test_a_row_of_another_variant_than_the_forced_one_does_not_decide() -> None:
+    tune(*beside((513, 2048)))
+    with use("toy", "third"):
+        explanation = explain_problem("toy", VARIANTS, problem(1000))
+    assert (explanation.measured_at, explanation.covers) == (None, None)
+    assert "no row of a table decides" in str(explanation)
+    with use("toy", "first"):
+        explanation = explain_problem("toy", VARIANTS, problem(1000))
+    assert explanation.covers == Span(513, 2048)

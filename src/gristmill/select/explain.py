@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from gristmill.errors import UnknownVariant, VariantUnavailable
+from gristmill.log import one_line
 from gristmill.select.chooser import Choice, failure_of, ranked, refusal
 from gristmill.select.configs import config_to_json
 from gristmill.select.overrides import active
 from gristmill.select.problem import Problem, Span
 from gristmill.select.roof import Roof, Work, roof_of
 from gristmill.select.sight import spoken_for
-from gristmill.select.table import Row
+from gristmill.select.table import Row, revive
 from gristmill.select.tables import TableSource, tables_for
 from gristmill.select.variant import Variant
 from gristmill.settings import settings
@@ -113,7 +114,7 @@ class Explanation:
 
     `chosen` is None when nothing can run it as asked for; `reason` then says so. `measured_at` is
     the number of rows at which the choice was measured, and `covers` says for which it holds (None:
-    no table covers the problem). `notes` say what tables hold, `changes` how to get another choice.
+    no row of a table decides). `notes` say what tables hold, `changes` how to get another choice.
     """
 
     problem: Problem
@@ -176,7 +177,7 @@ class Explanation:
             asked = self.problem.asked().rows
             return f"whatever the number of rows, the choice is that for {asked}"
         if self.covers is None:
-            return "no table covers this number of rows"
+            return "no row of a table decides"
         return f"{self.covers} share the choice measured at rows={self.measured_at}"
 
     def _in_force(self) -> list[str]:
@@ -234,6 +235,9 @@ def explain_problem(
         reason = winner.reason
     evidence = tuple(_evidence(problem, variants))
     believed = next((one.row for one in evidence if one.row and not one.ignored), None)
+    decided = None
+    if believed is not None and winner is not None and winner.source != "preference":
+        decided = believed if winner.variant.name == believed.variant else None
     roof = roof_of(problem.device, cost)
     rows = tuple(
         _explained(variant, problem, choices, winner, believed, roof) for variant in variants
@@ -244,8 +248,8 @@ def explain_problem(
         chosen=winner.variant.name if winner else None,
         source=winner.source if winner else "",
         reason=reason or "every variant that supports it failed to build",
-        measured_at=None if believed is None else believed.rows,
-        covers=None if believed is None else believed.covers,
+        measured_at=None if decided is None else decided.rows,
+        covers=None if decided is None else decided.covers,
         roof=roof,
         evidence=evidence,
         modes=_modes(op_name, problem),
@@ -304,7 +308,6 @@ def _evidence(problem: Problem, variants: Sequence[Variant]) -> list[Evidence]:
         row, family = table.row(asked), table.family(asked)
         if not family:
             continue
-        held = table.lookup(asked, variants) is not None
         below = [one for one in family if one.covers.end < asked.rows]
         above = [one for one in family if one.covers.least > asked.rows]
         found.append(
@@ -312,12 +315,22 @@ def _evidence(problem: Problem, variants: Sequence[Variant]) -> list[Evidence]:
                 source.label,
                 source.note,
                 row,
-                "" if held or row is None else table.ignored[row.key],
+                "" if row is None else _why_ignored(row, asked, variants),
                 below[-1] if below else None,
                 above[0] if above else None,
             )
         )
     return found
+
+
+def _why_ignored(row: Row, asked: Problem, variants: Sequence[Variant]) -> str:
+    """Why a row that covers a problem is passed over; "" if it decides."""
+    variant = next((one for one in variants if one.name == row.variant), None)
+    reason = None if variant is None else refusal(variant, asked)
+    if reason is not None:
+        return one_line(f"{row.variant} cannot run this problem: {reason}", 300)
+    found = revive(row, asked, variants)
+    return one_line(found, 300) if isinstance(found, str) else ""
 
 
 def _modes(op_name: str, problem: Problem) -> dict[str, Any]:
