@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -128,6 +130,19 @@ def test_an_interrupted_run_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch
     report = ahead()
     assert (sizes(report), report.held) == ([], 3)
     assert sizes(ahead(again=True)) == HINTS
+
+
+@pytest.mark.parametrize("frozen", [0, 7])
+def test_objects_that_the_program_has_frozen_stay_frozen(
+    frozen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_times(monkeypatch, library_wins)
+    calls: list[str] = []
+    for name in ("freeze", "unfreeze"):
+        monkeypatch.setattr(gc, name, partial(calls.append, name))
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: frozen)
+    ahead()
+    assert calls == ([] if frozen else ["freeze", "unfreeze"])
 
 
 def test_a_run_interrupted_at_a_switch_goes_on_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,14 +8,11 @@ that a row covers are passed over.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
-import math
 import os
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -25,18 +22,17 @@ from gristmill.jit import cache
 from gristmill.jit.compilers import Compilable
 from gristmill.jit.parallel import Compiled, compile_all
 from gristmill.ops.op import Op
-from gristmill.select.chooser import by_heuristics, ranked
+from gristmill.select.chooser import ranked
 from gristmill.select.copies import tensors_in
 from gristmill.select.device import Device, device_of
 from gristmill.select.overrides import active, batch_invariant
 from gristmill.select.problem import Problem, Span
-from gristmill.select.table import Row, Table, revive
+from gristmill.select.table import Row, Table
 from gristmill.select.tables import check_own, remember, user_table_path
 from gristmill.select.tuning import Candidate, Outcome, can_run, candidates, tune
 from gristmill.settings import settings
+from gristmill.tune.family import FamilySearch, search_of
 from gristmill.tune.jobs import Family, Plan, Size
-from gristmill.tune.report import winner
-from gristmill.tune.search import Run
 
 # Arguments that take more of the free memory than this leave too little for results and copies.
 _SHARE_OF_MEMORY = 1 / 3
@@ -48,8 +44,10 @@ _WRITE_EVERY_S = 5.0  # a large table takes a tenth of a second to write
 
 @dataclass(frozen=True)
 class Amount:
-    """What a run is about to do: `problems` are measured in any case, and `most` at most if no more
-    than one switch lies between two of them. `seconds` is an estimate.
+    """What a run is about to do.
+
+    `problems`: measured in any case. `most`: upper bound if there is one switch per gap. `seconds`:
+    an estimate.
     """
 
     families: int
@@ -144,96 +142,6 @@ def tune_ahead(
         return _Run(device, table, thorough, again, watch or Watch()).run(plan, workers)
 
 
-@dataclass
-class _Task:
-    """A family that is being tuned.
-
-    `launches`: the winners by row count, measured now (`outcomes`) or covered by rows of the table
-    (`known`). `todo`: what is left to measure in any case. `unknown`: this, what failed, and where
-    the heuristics change without a measurement on both sides.
-    """
-
-    family: Family
-    todo: list[int] = field(default_factory=list)
-    unknown: set[int] = field(default_factory=set)
-    launches: dict[int, Candidate] = field(default_factory=dict)
-    known: dict[int, Row] = field(default_factory=dict)
-    outcomes: dict[int, Outcome] = field(default_factory=dict)
-    candidates: int = 0
-    rows: dict[str, Row] = field(default_factory=dict)
-
-    def neighbours(self, rows: int) -> list[Candidate]:
-        """The winners at the next smaller and the next larger row count that are known."""
-        below = [one for one in self.launches if one < rows]
-        above = [one for one in self.launches if one > rows]
-        found = [max(below)] if below else []
-        found += [min(above)] if above else []
-        return [self.launches[one] for one in found]
-
-    def most_steps(self) -> int:
-        """How many row counts may be measured beside `todo`."""
-        if not self.family.split:
-            return 0
-        return self.family.search.most_steps({*self.todo, *self.launches})
-
-    def order(self) -> Iterator[int]:
-        """Row counts in the order in which they are measured; later ones follow from winners."""
-        yield from self.todo
-        while (rows := self.next()) is not None:
-            yield rows
-
-    def next(self) -> int | None:
-        """The row count between two winners that is measured next, if there is one."""
-        if not self.family.split:
-            return None
-        return self.family.search.next(self._winners(), self.unknown)
-
-    def won(self, rows: int, outcome: Outcome) -> list[Row]:
-        """Take a measurement down; gives the rows that are new or cover more than before."""
-        self.unknown.discard(rows)
-        self.outcomes[rows] = outcome
-        self.launches[rows] = outcome.launches[winner(outcome)]
-        before, self.rows = self.rows, {row.key: row for row in self._all_rows()}
-        return [row for key, row in self.rows.items() if before.get(key) != row]
-
-    def _winners(self) -> dict[int, str]:
-        return {rows: str(launch) for rows, launch in self.launches.items()}
-
-    def _all_rows(self) -> Iterator[Row]:
-        """A row for each run in which something was measured now; others are in the table."""
-        for run in self.family.search.runs(self._winners(), self.unknown):
-            if any(rows in self.outcomes for rows in run.members):
-                yield self._row(run)
-
-    def _row(self, run: Run) -> Row:
-        """One row for all of a run: measured at the largest of its row counts."""
-        measured = [rows for rows in run.members if rows in self.outcomes]
-        rows, launch = measured[-1], str(self.launches[measured[-1]])
-        covers = self._covers(run)
-        stop = self.family.search.sizes.stop(rows)
-        key = self.family.at(rows).problem.key(stop if stop in covers else rows)
-        times: dict[int, float] = {}
-        for row in [self.known[one] for one in run.members if one in self.known]:
-            times |= {row.rows: row.us} | {int(one): us for one, us in row.also.items()}
-        times |= {one: round(self.outcomes[one].timings[launch].us, 3) for one in measured}
-        also = {str(one): times[one] for one in sorted(times) if one in covers and one != rows}
-        return dataclasses.replace(self.outcomes[rows].row, key=key, covers=covers, also=also)
-
-    def _covers(self, run: Run) -> Span:
-        """What a run holds for, with what known rows at its ends cover beyond it."""
-        least, most = run.covers
-        first, last = run.members[0], run.members[-1]
-        others, span = {*self.launches, *self.unknown}, self.family.search.sizes.span
-        if first in self.known:
-            ends = [span(rows).end + 1 for rows in others if rows < first]
-            least = int(min(least, max([self.known[first].covers.least, *ends])))
-        if last in self.known and most is not None:
-            starts = [span(rows).least - 1 for rows in others if rows > last]
-            end = min([self.known[last].covers.end, *starts])
-            most = None if end == math.inf else max(most, int(end))
-        return Span(least, most)
-
-
 class _Run:
     def __init__(
         self,
@@ -254,7 +162,12 @@ class _Run:
 
     def run(self, plan: Plan, workers: int | None) -> AheadReport:
         self._report.notes += plan.notes
-        tasks = [self._task(family) for family in plan.families if self._is_allowed(family)]
+        tasks = [
+            search_of(family, self._known, again=self._again)
+            for family in plan.families
+            if self._is_allowed(family)
+        ]
+        self._report.held += sum(task.held for task in tasks)
         programs: dict[Compilable, None] = {}
         tasks = [task for task in tasks if self._can_choose(task, programs)]
         self._programs = set(programs)
@@ -266,13 +179,17 @@ class _Run:
             )
         self._steps = amount.most
         # What is alive now need not be looked at after each measurement, which would take 0.1 s.
-        gc.freeze()
+        # Unfreezing takes in all objects: where the program has frozen some, they stay frozen.
+        freezes = gc.get_freeze_count() == 0
+        if freezes:
+            gc.freeze()
         try:
             for task in tasks:
                 self._do(task)
                 self._report.rows += task.rows.values()
         finally:
-            gc.unfreeze()
+            if freezes:
+                gc.unfreeze()
             self._write()
         return self._report
 
@@ -282,59 +199,7 @@ class _Run:
         self._report.notes.append(f"{family.key}: {family.op.name} is forced by GRISTMILL_USE")
         return False
 
-    def _task(self, family: Family) -> _Task:
-        """What is left to measure: row counts that a row covers are known, unless asked again."""
-        task, search = _Task(family), family.search
-        span = Span(family.asked[0], family.asked[-1])
-        covered = self._covered(family, span)
-        for rows, (row, launch) in covered.items():
-            if not self._again or rows not in search.rows:
-                task.known[rows], task.launches[rows] = row, launch
-        replaced = {rows: row.key for rows, (row, _) in covered.items() if rows not in task.known}
-        changes = search.changes(span, self._choice(family, replaced))
-        wanted = {*family.asked, *chain.from_iterable(changes)}
-        measured = wanted if family.split else set(family.asked)
-        task.todo = sorted(measured - task.known.keys())
-        self._report.held += len(measured) - len(task.todo)
-        task.unknown = wanted - task.known.keys()
-        for low, high in changes:
-            end, known = search.sizes.span(low).end, task.known.get(low)
-            apart = end + 1 < search.sizes.span(high).least
-            if apart and (known is None or known is not task.known.get(high)):
-                # The heuristics change at a size between these that cannot be measured.
-                task.unknown.add(int(end) + 1)
-        return task
-
-    def _covered(self, family: Family, span: Span) -> dict[int, tuple[Row, Candidate]]:
-        """The row counts in `span` that a row of the table covers, which one, and its launch.
-
-        A row that covers none that can be measured stands at the row count in its key: it must not
-        be lost where the sizes next to it have the same winner.
-        """
-        found: dict[int, tuple[Row, Candidate]] = {}
-        sample = family.at(family.asked[0]).problem
-        for row in self._known.family(sample):
-            members = [(rows, family.at(rows).problem) for rows in family.search.within(row.covers)]
-            members = members or [(row.stop, dataclasses.replace(sample, rows=row.stop))]
-            for rows, problem in members:
-                launch = revive(row, problem, family.op.variants) if rows in span else ""
-                if isinstance(launch, tuple):
-                    found[rows] = row, Candidate(*launch)
-        return found
-
-    def _choice(self, family: Family, replaced: dict[int, str]) -> Callable[[int], Hashable]:
-        """What runs at a row count by heuristics, and the row that is to be replaced there.
-
-        Where one of them changes, a row of this run must not reach across without a measurement.
-        """
-
-        def choice(rows: int) -> Hashable:
-            rule = by_heuristics(family.op.name, family.op.variants, family.at(rows).problem)
-            return rule and str(Candidate(rule.variant, rule.config)), replaced.get(rows)
-
-        return choice
-
-    def _can_choose(self, task: _Task, programs: dict[Compilable, None]) -> bool:
+    def _can_choose(self, task: FamilySearch, programs: dict[Compilable, None]) -> bool:
         """Whether there is more than one candidate; what they compile goes into `programs`."""
         family = task.family
         if not task.todo and task.next() is None:
@@ -365,7 +230,7 @@ class _Run:
         return candidates(op.variants, problem, incumbent, thorough=self._thorough)
 
     def _amount(
-        self, tasks: Sequence[_Task], programs: Iterable[Compilable], workers: int | None
+        self, tasks: Sequence[FamilySearch], programs: Iterable[Compilable], workers: int | None
     ) -> Amount:
         arch = self._device.arch
         missing = sum(not cache.is_cached(program, arch) for program in programs)
@@ -376,12 +241,12 @@ class _Run:
         seconds += launches * _LAUNCH_S + problems * _PROBLEM_S
         return Amount(len(tasks), problems, most, missing, seconds)
 
-    def _do(self, task: _Task) -> None:
+    def _do(self, task: FamilySearch) -> None:
         """Measure along the rows. What is known so far counts after each step."""
         for rows in task.order():
             outcome = self._measured(task.family, rows, self._neighbours(task, rows))
             if outcome is None:
-                task.unknown.add(rows)
+                task.gaps.add(rows)
                 continue
             new = task.won(rows, outcome)
             remember(self._device, new, keep=False)
@@ -397,7 +262,7 @@ class _Run:
         self._unwritten = []
         self._written = time.monotonic()
 
-    def _neighbours(self, task: _Task, rows: int) -> list[Candidate]:
+    def _neighbours(self, task: FamilySearch, rows: int) -> list[Candidate]:
         """The winners next to `rows`, if that takes no kernel that was not compiled ahead."""
         problem = task.family.at(rows).problem
         return [

@@ -2,8 +2,8 @@
 
 Measured are the row counts that are asked for and both sides of each place at which the heuristics
 change their choice. Then, as long as two neighbouring measurements have different winners and there
-are row counts between them, the one in the middle is measured. What remains between two neighbours
-with the same winner is taken to have that winner as well.
+are row counts between them, the one in the middle is measured. The sizes between two neighbours
+with the same winner are assumed to have that winner.
 """
 
 from __future__ import annotations
