@@ -27,13 +27,13 @@ from gristmill.jit.compilers import Compilable
 from gristmill.ops.registry import OPS
 from gristmill.select.chooser import choices
 from gristmill.select.device import KNOWN, Device
+from gristmill.tune.jobs import CAPTURE_SIZES
 
 OP = OPS["nvfp4_linear"]
 DTYPE = torch.bfloat16
 ARCH = "sm_90a"
 # N x K of a Llama of 8B shape.
 WEIGHTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
-CAPTURE_SIZES = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
 
 
 def programs(
@@ -94,7 +94,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--sizes",
         type=_sizes,
-        default=CAPTURE_SIZES,
+        default=CAPTURE_SIZES["vllm"],
         metavar="M,...",
         help="numbers of tokens; default: the sizes that vLLM captures",
     )

@@ -27,6 +27,7 @@ from gristmill.bench.serving.models import (
 )
 from gristmill.bench.suites import known
 from gristmill.errors import ArgumentError, GristmillError
+from gristmill.tune.jobs import CAPTURE_SIZES
 
 SUITE = "vllm"
 BATCHES = (1, 8, 16, 32, 64, 96, 128, 160, 256)
@@ -229,8 +230,7 @@ def captured(sequences: int) -> tuple[int, ...]:
 
     A batch between two of them is padded to the larger one, and beyond the last there is no graph.
     """
-    sizes = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
-    return tuple(size for size in sizes if size <= 2 * sequences)
+    return tuple(size for size in CAPTURE_SIZES["vllm"] if size <= 2 * sequences)
 
 
 def run_limit_s(batches: Sequence[int], repeats: int) -> float:
