@@ -62,6 +62,7 @@ class Outcome:
 
     @property
     def met(self) -> bool:
+        """Also true without problems: a run passes only if another goal of the op has some."""
         return self.reached is None or self.reached <= self.goal.limit
 
 

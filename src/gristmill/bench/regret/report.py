@@ -137,11 +137,19 @@ def outcomes(results: Results) -> list[Outcome]:
 
 
 def failed_goals(results: Results) -> list[str]:
-    """Why a run does not pass: goals that are not met, problems without a regret, no rows at all.
+    """Why a run does not pass: goals that are not met, ops none of whose goals has problems,
+    problems without a regret, no rows at all.
 
     Rows of failed problems are among the failures of any suite.
     """
-    reasons = [told(one) for one in outcomes(results) if not one.met]
+    found = outcomes(results)
+    reasons = [told(one) for one in found if not one.met]
+    judged = {one.op for one in found if one.count}
+    reasons += [
+        f"{op}: no goal has problems"
+        for op in dict.fromkeys(one.op for one in found)
+        if op not in judged
+    ]
     if left := unjudged(results):
         reasons.append(not_judged(left))
     if not measured(results):
@@ -325,7 +333,7 @@ def _goals(results: Results, left: Sequence[Row]) -> Section:
     for one in found:
         name = f"{one.op}: {one.goal}"
         if one.reached is None or one.worst is None:
-            body.append([name, percent(one.goal.limit), "–", "", "0", ""])
+            body.append([name, percent(one.goal.limit), "–", "no problems", "0", ""])
         else:
             held = "yes" if one.met else "NO"
             reached = [percent(one.goal.limit), percent(one.reached), held]
