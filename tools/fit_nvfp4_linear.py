@@ -5,6 +5,8 @@
     PYTHONPATH=src python tools/fit_nvfp4_linear.py --no-fit     # regret of the costs as shipped
     PYTHONPATH=src python tools/fit_nvfp4_linear.py --data other.json --no-fit
 
+Every number of benchmarks/results/README.md, "launches of NVFP4 linear", that follows from the data
+is among what --leave-out prints; --no-fit prints all but those of parts that are left out.
 Needs numpy and, for fitting, scipy, which nothing else of gristmill needs. The costs are the fields
 of `Costs` in src/gristmill/ops/nvfp4_linear/wgmma_configs.py; put what is printed there by hand.
 
@@ -27,12 +29,15 @@ import numpy as np
 
 from gristmill.ops.nvfp4_linear import wgmma_configs as configs
 from gristmill.ops.nvfp4_linear.wgmma_configs import COSTS, Costs, Cut, WgmmaConfig, cut
+from gristmill.select.configs import config_from_json
 from gristmill.select.device import KNOWN, Device
+from gristmill.select.table import Table
 
 DATA = (
     Path(__file__).parents[1]
     / "benchmarks/results/h200-2026-11-16/nvfp4_linear-launches/launches.json"
 )
+TABLE = Path(__file__).parents[1] / "src/gristmill/tables/nvidia-h200.json"
 NAMES = tuple(field.name for field in dataclasses.fields(Costs))
 # What the hardware can be like; a fit outside of these would predict by accident.
 BOUNDS = {
@@ -195,16 +200,57 @@ def left_out(launches: Launches, twin: Twin, part: np.ndarray) -> np.ndarray:
     return found
 
 
+class Tabled(NamedTuple):
+    """Launches of the shipped table whose weights are not in the data."""
+
+    whole: list[Cut]
+    us: np.ndarray
+    weights: int
+
+
+def tabled(launches: Launches, path: Path = TABLE, device: Device = KNOWN["sm_90a"]) -> Tabled:
+    """The `cuda_wgmma` rows of a table, at every number of rows that they were measured at."""
+    seen = {_weight(whole) for whole in launches.whole}
+    cuts, times = [], []
+    for row in Table.load(path).rows.values():
+        if not row.key.startswith("nvfp4_linear ") or row.variant != "cuda_wgmma":
+            continue
+        named = dict(word.split("=") for word in row.key.split() if "=" in word)
+        n, k = int(named["N"]), int(named["K"])
+        config = config_from_json(WgmmaConfig, row.config)
+        for rows, us in {row.rows: row.us, **{int(m): us for m, us in row.also.items()}}.items():
+            whole = cut(config, rows, n, k, device)
+            if _weight(whole) not in seen:
+                cuts.append(whole)
+                times.append(us)
+    return Tabled(cuts, np.array(times), len({_weight(whole) for whole in cuts}))
+
+
+def _weight(whole: Cut) -> tuple[int, int]:
+    return whole.slabs, whole.chunks
+
+
+def log_error(found: Tabled, costs: Costs, device: Device = KNOWN["sm_90a"]) -> float:
+    """The standard deviation of the logarithm of predicted over measured times."""
+    us = np.array([configs.estimate(whole, device, costs) for whole in found.whole])
+    return float(np.log(us / found.us).std())
+
+
 def say(text: str) -> None:
     sys.stdout.write(text + "\n")
 
 
 def show(what: str, launches: Launches, found: np.ndarray) -> None:
-    say(f"{what}: mean {found.mean():.2%}, worst {found.max():.1%}")
+    worst = launches.whole[int(np.argmax(launches.problem == np.argmax(found)))]
+    say(f"{what}: mean {found.mean():.2%}, worst {found.max():.1%} at {_problem(worst)}")
     rows = np.array([launches.rows[launches.problem == one][0] for one in range(len(found))])
     for m in np.unique(rows):
         some = found[rows == m]
         say(f"  M={m:<5d} mean {some.mean():6.2%}  worst {some.max():6.1%}")
+
+
+def _problem(whole: Cut) -> str:
+    return f"{whole.rows}x{whole.slabs * configs.SLAB}x{whole.chunks * configs.CHUNK}"
 
 
 def main() -> None:
@@ -217,6 +263,11 @@ def main() -> None:
     parser.add_argument("--worst", type=int, default=0, help="problems to show in full")
     options = parser.parse_args()
     launches = read(options.data)
+    weights, counts = launches.weight.max() + 1, np.unique(launches.rows)
+    say(
+        f"{len(launches.us)} launches: {weights} weights, {len(counts)} numbers of rows from "
+        f"{counts.min()} to {counts.max()}"
+    )
     twin = Twin(launches)
     everything = np.full(len(launches.us), True)
     costs = COSTS if options.no_fit else fit(launches, twin, everything)
@@ -226,6 +277,13 @@ def main() -> None:
     error = np.log(us / launches.us)
     near = launches.us < 1.5 * launches.best
     say(f"log error: {error[near].std():.3f} within 1.5x of the best, {error.std():.3f} of all")
+    others = tabled(launches)
+    if len(others.us):
+        rows = [whole.rows for whole in others.whole]
+        say(
+            f"log error: {log_error(others, costs):.3f} of the shipped table's {len(others.us)} "
+            f"launches with {others.weights} other weights, M={min(rows)} to {max(rows)}"
+        )
     found = regrets(launches, us)
     show("in sample", launches, found)
     for number in np.argsort(-found)[: options.worst]:
@@ -234,7 +292,7 @@ def main() -> None:
         chosen, best = looked_at[np.argmin(us[looked_at])], those[np.argmin(launches.us[those])]
         for name, one in (("chosen", chosen), ("best", best)):
             whole = launches.whole[one]
-            say(f"  {name:7s} M={whole.rows} {whole.slabs * 64}x{whole.chunks * 64}")
+            say(f"  {name:7s} {_problem(whole)}")
             say(f"    {whole.tokens} tokens, {whole.config}")
             say(f"    {launches.us[one]:.2f} us, predicted {us[one]:.2f}")
     if options.leave_out:
