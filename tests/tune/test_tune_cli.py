@@ -163,7 +163,7 @@ def test_real_times(run: Run) -> None:
         ),
         (
             "tune rms_norm --capture-sizes vllm --no-split",
-            "name the numbers of rows by --rows",
+            "which --no-split turns off; name the sizes by --rows",
         ),
         ("tune --recorded /no/such/file", "/no/such/file: cannot be read"),
         ("tune --recorded a --shape 1x1", "--recorded has arguments of its own"),

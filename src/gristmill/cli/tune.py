@@ -100,8 +100,7 @@ def _check(options: Options) -> None:
         raise ArgumentError("--rows and --capture-sizes both name numbers of rows: give one")
     if options.capture_sizes is not None and not options.split:
         raise ArgumentError(
-            "--capture-sizes measures only where the choice changes, and --no-split not even "
-            "there: name the numbers of rows by --rows"
+            "--capture-sizes needs the search, which --no-split turns off; name the sizes by --rows"
         )
 
 

@@ -76,7 +76,7 @@ class Cut:
 
     @property
     def threads(self) -> int:
-        """As `producers` of the kernel has it: a warp, or a warpgroup that gives registers away."""
+        """As `producers` of the kernel has it: a warp, or a warpgroup that releases registers."""
         return 128 * self.groups + (128 if self.tokens > 128 else 32)
 
     @property
@@ -92,7 +92,7 @@ def _has_registers(tokens: int, groups: int, blocks: int) -> bool:
     """Whether so many blocks have the registers that the kernel takes, for it must never spill.
 
     A thread needs half a register for each token's sums and about 62 more, or a few. With more
-    than 128 tokens the producer gives most of its own to the others.
+    than 128 tokens the producer releases most of its registers to the consumers.
     """
     if tokens > 128:
         return blocks == 1 and groups <= (2 if tokens > 192 else 3)
@@ -104,7 +104,8 @@ def _has_registers(tokens: int, groups: int, blocks: int) -> bool:
 def cut(config: WgmmaConfig, rows: int, n: int, k: int, device: Device) -> Cut:
     groups = config.row_groups * config.k_groups
     sizes = [size for size in TOKENS if min(rows, config.tokens) <= size <= config.tokens]
-    # Three warpgroups have the registers for 192 tokens, but not for 128: there nobody gives any.
+    # Three warpgroups have the registers for 192 tokens, but not for 128: at 128 tokens the
+    # producer keeps its registers.
     # Where the config was chosen for another number of rows it must still have a launch.
     tokens = next((size for size in sizes if _has_registers(size, groups, 1)), sizes[0])
     slabs, chunks = math.ceil(n / SLAB), math.ceil(k / CHUNK)
