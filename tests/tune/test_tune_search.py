@@ -270,7 +270,7 @@ def cases(draw: Any, *, failing: bool = True) -> Case:
 
 
 SETTINGS = hypothesis.settings(
-    max_examples=60, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    max_examples=30, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 
 
