@@ -15,11 +15,13 @@ import torch
 from gristmill.errors import CompileError
 from gristmill.integrations.vllm import warm
 from gristmill.integrations.vllm.layer_runner import LayerRunner
+from gristmill.jit.compilers import Compilable
 from gristmill.jit.parallel import Compiled
 from gristmill.nvfp4 import NVFP4Tensor, quantize
 from gristmill.ops.nvfp4_linear import NVFP4_LINEAR
 from gristmill.ops.space import chosen
 from gristmill.runners import Nvfp4LinearRunner, Nvfp4MoeRunner
+from gristmill.select.chooser import choices
 from gristmill.select.device import KNOWN
 from gristmill.select.overrides import is_batch_invariant
 from gristmill.settings import reload_settings
@@ -292,3 +294,20 @@ def test_kernels_are_compiled_once_into_the_cache(
     assert first.compiled == first.ready == again.ready > 3
     assert again.compiled == 0
     del kept
+
+
+@pytest.mark.parametrize("layer", [(28672, 4096), (4096, 14336)])
+def test_no_number_of_tokens_needs_a_kernel_of_its_own(layer: tuple[int, int]) -> None:
+    """A kernel is other just above a tile: the numbers have both sides of each."""
+    op = NVFP4_LINEAR
+
+    def programs(tokens: int) -> set[Compilable]:
+        args = op.example_for(HOPPER, (tokens, *layer), torch.bfloat16)
+        problem = op.problem(*args, device=HOPPER)
+        choice = next(choices(op.name, op.variants, problem))
+        return set(choice.variant.programs(problem, choice.config))
+
+    looked_at = warm.token_counts(warm.Serving((), 1024))
+    ahead = set().union(*map(programs, looked_at))
+    for tokens in sorted(set(range(1, 1025)) - set(looked_at)):
+        assert programs(tokens) <= ahead, tokens

@@ -27,6 +27,7 @@ from gristmill.jit.parallel import compile_all, worker_count
 from gristmill.locks import Lock
 from gristmill.log import logger, one_line
 from gristmill.ops.nvfp4_linear import NVFP4_LINEAR
+from gristmill.ops.nvfp4_linear.problem import SIZES
 from gristmill.ops.nvfp4_moe import NVFP4_MOE
 from gristmill.ops.op import Op
 from gristmill.ops.registry import OPS
@@ -269,18 +270,16 @@ def _needed(expected: Expected, target: Device, dtype: torch.dtype) -> Iterator[
 
 
 def token_counts(serving: Serving) -> tuple[int, ...]:
-    """The numbers of tokens at which products are looked at: all that make a difference.
+    """The numbers of tokens at which GEMMs are looked at: all that make a difference.
 
-    Those of captured graphs, the largest, and so many between that no kernel is left out: how a
-    product is cut follows from the tiles that hold its tokens. Planned for an H200 at every number
-    up to 1024 and every third up to 8192, fifteen layers of common models need no other kernels
-    than at these; powers of two and what graphs are captured for missed some (Nov 2026).
+    Those of captured graphs, the largest, and so many between that no kernel is left out: how
+    a GEMM is cut follows from the tiles that hold its tokens, and changes where one token more
+    needs another tile. Planned for an H200 at every number up to 1024 and every seventh up to 8192,
+    eleven layers of common models need no other kernels than at these.
     """
-    counts, tokens = _given(serving), 1
-    while tokens < serving.most:
-        counts.add(tokens)
-        step = 1 if tokens < 64 else 8 if tokens < 256 else max(64, tokens // 32)
-        tokens += step
+    most = serving.most
+    counts = _given(serving) | set(range(1, min(most, 64) + 1))
+    counts |= {tokens for stop in SIZES.stops for tokens in (stop, stop + 1) if tokens <= most}
     return tuple(sorted(counts))
 
 
