@@ -72,9 +72,6 @@ class Span(NamedTuple):
     def end(self) -> float:
         return math.inf if self.most is None else self.most
 
-    def covers(self, other: Span) -> bool:
-        return self.least <= other.least and other.end <= self.end
-
     def __str__(self) -> str:
         if self.most is None:
             return f"{self.least} rows and more" if self.least > 1 else "any number of rows"
