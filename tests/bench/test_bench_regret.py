@@ -116,7 +116,6 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
 
         monkeypatch.setattr(OPS["rms_norm"], "variants", tuple(variants))
         monkeypatch.setattr("gristmill.select.tuning.time_interleaved", timed)
-        monkeypatch.setattr("gristmill.bench.regret.suite.time_interleaved", timed)
         monkeypatch.setattr("gristmill.bench.regret.matrix.time_interleaved", timed)
         return rounds
 

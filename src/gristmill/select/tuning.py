@@ -40,7 +40,7 @@ HOPELESS = 1.3
 FINALISTS = 4
 # Graphs of this many candidates are held at once: each keeps memory for its outputs.
 GROUP = 16
-_HEAT_SAMPLES, _FINAL_SAMPLES = 3, 9
+HEAT_SAMPLES, _FINAL_SAMPLES = 3, 9
 
 # One measurement at a time: two would time each other. Who does not get its turn measures anyway.
 _MEASURING = Turns()
@@ -58,6 +58,15 @@ class Measured:
     timings: Mapping[str, Timing]
     last: Mapping[str, Timing]
     failures: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Race:
+    """Times by name: of the first round, where there was one, and of the last; and what failed."""
+
+    first: Mapping[str, Timing]
+    last: Mapping[str, Timing]
+    errors: Mapping[str, Exception]
 
 
 @dataclass(frozen=True)
@@ -113,26 +122,15 @@ def measure(
     read other parts of what is too large to be copied. An exception in a candidate is no more than
     its failure; if all fail, the incumbent's is raised (or the first).
     """
-    with _MEASURING.turn(), _undisturbed(args):
-        sets = sets_for_tuning(args, l2_bytes, written=written)
-        if elsewhere is not None:
-            sets = [other for one in sets for other in elsewhere(*one)]
-        timings: dict[str, Timing] = {}
-        errors: dict[str, Exception] = {}
-        finalists = list(functions)
-        if len(functions) > FINALISTS:
-            for group in _groups(finalists):
-                _time(
-                    {name: functions[name] for name in group}, sets, _HEAT_SAMPLES, timings, errors
-                )
-            best = sorted(timings, key=lambda name: timings[name].us)[:FINALISTS]
-            best += [*preferred, *kept, incumbent]
-            finalists = [name for name in functions if name in best]
-            finalists = [name for name in finalists if name not in errors]
-        # Only what took part in the last round is compared: times of one round are of one moment.
-        last: dict[str, Timing] = {}
-        _time({name: functions[name] for name in finalists}, sets, _FINAL_SAMPLES, last, errors)
-    sets.clear()  # an error that is raised here knows this frame
+    timed = race(
+        functions,
+        args,
+        always=[*preferred, *kept, incumbent],
+        l2_bytes=l2_bytes,
+        written=written,
+        elsewhere=elsewhere,
+    )
+    last, errors = timed.last, timed.errors
     lacked = isinstance(errors.get(incumbent), torch.OutOfMemoryError)
     if not last or lacked:  # beside the copies there was no room: that proves nothing, for good
         raise errors.get(incumbent) or next(iter(errors.values()))
@@ -142,10 +140,50 @@ def measure(
     return Measured(
         winner=winner,
         second=others[0] if others else None,
-        timings={**timings, **last},
+        timings={**timed.first, **last},
         last=last,
         failures={name: f"{type(error).__name__}: {error}" for name, error in errors.items()},
     )
+
+
+def race(
+    functions: Mapping[str, Function],
+    args: Sequence[Any],
+    *,
+    always: Collection[str],
+    finalists: int = FINALISTS,
+    samples: int = _FINAL_SAMPLES,
+    hopeless: float | None = HOPELESS,
+    l2_bytes: int = 0,
+    written: Collection[int] | None = None,
+    elsewhere: Elsewhere | None = None,
+) -> Race:
+    """Time `function(*args)` of each on copies of `args`: a short round of all, then a last one.
+
+    Into the last round go `always` and as many of the fastest as `finalists`, with `samples` of
+    each; those `hopeless` times slower than the best get fewer there. With no more functions than
+    `finalists` it is the only round. The other arguments are those of `measure`.
+    """
+    first: dict[str, Timing] = {}
+    last: dict[str, Timing] = {}
+    errors: dict[str, Exception] = {}
+    names = list(functions)
+    with _MEASURING.turn(), _undisturbed(args):
+        sets = sets_for_tuning(args, l2_bytes, written=written)
+        if elsewhere is not None:
+            sets = [other for one in sets for other in elsewhere(*one)]
+        if len(names) > finalists:
+            for group in _groups(names):
+                some = {name: functions[name] for name in group}
+                _time(some, sets, HEAT_SAMPLES, HOPELESS, first, errors)
+            best = {*always, *sorted(first, key=lambda name: first[name].us)[:finalists]}
+            names = [name for name in names if name in best and name not in errors]
+        # Only what took part in the last round is compared: times of one round are of one moment.
+        if names:
+            chosen = {name: functions[name] for name in names}
+            _time(chosen, sets, samples, hopeless, last, errors)
+    sets.clear()  # an error that is raised by the caller knows this frame
+    return Race(first, last, errors)
 
 
 def tune(
@@ -279,10 +317,11 @@ def _time(
     functions: Mapping[str, Function],
     sets: Sequence[Arguments],
     samples: int,
+    hopeless: float | None,
     timings: dict[str, Timing],
     errors: dict[str, Exception],
 ) -> None:
-    results = time_interleaved(functions, sets, samples=samples, hopeless=HOPELESS)
+    results = time_interleaved(functions, sets, samples=samples, hopeless=hopeless)
     for name, result in results.items():
         if isinstance(result, Timing):
             timings[name] = result

@@ -17,9 +17,7 @@ here, so such a problem is not judged: what was timed only says that its regret 
 from __future__ import annotations
 
 import math
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,19 +32,25 @@ from gristmill.errors import GristmillError
 from gristmill.jit.compilers import Compilable
 from gristmill.ops.op import Op
 from gristmill.select.chooser import by_heuristics, ranked, resolve
-from gristmill.select.copies import rotation_count, sets_for_tuning, tensors_in
+from gristmill.select.copies import rotation_count
 from gristmill.select.device import device_of
 from gristmill.select.problem import Problem
 from gristmill.select.tables import tables_for
-from gristmill.select.timing import Timing, time_interleaved
-from gristmill.select.tuning import GROUP, HOPELESS, Candidate, Function, candidates
+from gristmill.select.tuning import (
+    GROUP,
+    HEAT_SAMPLES,
+    Candidate,
+    Function,
+    Race,
+    candidates,
+    race,
+)
 
 Advance = Callable[[str], None]
 
 SUITE = "regret"
-# In the first round, of which the fastest go into the last; and in the last, without `samples`.
-FIRST_SAMPLES, SAMPLES = 3, 20
-FINALISTS = 8
+# In the last round, which so many of the fastest of the first one go into.
+SAMPLES, FINALISTS = 20, 8
 # Value of "launches" in rows for which variants gave every launch that they enumerate.
 ALL_LAUNCHES = "all"
 # Of the memory that is free; the rest is left to what cannot be foreseen, such as workspaces.
@@ -79,19 +83,6 @@ class Field:
     differing: Sequence[str] = ()
 
 
-@dataclass(frozen=True)
-class Timed:
-    """The times of the first round, where there was one, and those of the last."""
-
-    first: Mapping[str, Timing]
-    last: Mapping[str, Timing]
-    failures: Mapping[str, str]
-
-    @property
-    def best(self) -> str:
-        return min(self.last, key=lambda name: self.last[name].us)
-
-
 def todo(points: Iterable[Point], results: Results, method: Method = Method()) -> list[Point]:
     """The points that the results lack; with all launches, those that lack a row of these."""
     launches = {"launches": ALL_LAUNCHES} if method.all_launches else {}
@@ -119,7 +110,7 @@ def describe(meta: dict[str, Any], sample: Sampling | None, method: Method) -> N
     meta[SUITE] = {
         **before,
         **drawn,
-        "first_samples": FIRST_SAMPLES,
+        "first_samples": HEAT_SAMPLES,
         "samples": method.samples,
         "finalists": FINALISTS,
         "all_launches": method.all_launches,
@@ -156,8 +147,21 @@ def _row(point: Point, device: torch.device, method: Method) -> Row:
     problem = op.problem(*args)
     loose = point.family.kind.loose
     field = field_of(op, problem, args, loose=loose, all_launches=method.all_launches)
-    timed = race(field, args, problem, written=op.written, samples=method.samples)
-    failures = {**field.failures, **timed.failures}
+    timed = race(
+        field.plans,
+        args,
+        always=[name for name in (field.picked, field.rule) if name is not None],
+        finalists=FINALISTS,
+        samples=method.samples,
+        hopeless=None,  # no candidate is dropped: every median is of as many samples
+        l2_bytes=problem.device.l2_bytes,
+        written=op.written,
+    )
+    lacked = timed.errors.get(field.picked)
+    if isinstance(lacked, torch.OutOfMemoryError):  # there was no room beside the copies
+        raise lacked
+    failed = {name: described(error) for name, error in timed.errors.items()}
+    failures = {**field.failures, **failed}
     if field.picked not in timed.last:
         reason = failures.get(field.picked, "no reason given")
         raise GristmillError(f"what is picked, {field.picked}, could not be timed: {reason}")
@@ -185,73 +189,10 @@ def tabled(problem: Problem) -> bool:
     return any(source.table.family(problem) for source in tables_for(problem.device))
 
 
-def race(
-    field: Field,
-    args: Arguments,
-    problem: Problem,
-    *,
-    written: Sequence[int],
-    samples: int = SAMPLES,
-) -> Timed:
-    """Time the candidates on copies of `args`, in a short round and a last one of the finalists."""
-    first: dict[str, Timing] = {}
-    last: dict[str, Timing] = {}
-    errors: dict[str, Exception] = {}
-    always = [name for name in (field.picked, field.rule) if name is not None]
-    names = list(field.plans)
-    with _undisturbed(args):
-        sets = sets_for_tuning(args, problem.device.l2_bytes, written=written)
-        if len(names) > FINALISTS + len(always):
-            for start in range(0, len(names), GROUP):
-                group = {name: field.plans[name] for name in names[start : start + GROUP]}
-                times = time_interleaved(group, sets, samples=FIRST_SAMPLES, hopeless=HOPELESS)
-                _sort(times, first, errors)
-            names = [name for name in finalists(first, always) if name not in errors]
-        # No candidate is dropped: every median is of as many samples.
-        final = {name: field.plans[name] for name in names}
-        if final:
-            _sort(time_interleaved(final, sets, samples=samples), last, errors)
-    sets.clear()  # an error that is raised here knows this frame
-    lacked = errors.get(field.picked)
-    if isinstance(lacked, torch.OutOfMemoryError):  # there was no room beside the copies
-        raise lacked
-    failures = {name: described(error) for name, error in errors.items()}
-    return Timed(first, last, failures)
-
-
-def finalists(
-    times: Mapping[str, Timing], always: Sequence[str], count: int = FINALISTS
-) -> list[str]:
-    """`always`, then the `count` fastest of a round."""
-    best = sorted(times, key=lambda name: times[name].us)[:count]
-    return list(dict.fromkeys([*always, *best]))
-
-
-def _sort(
-    results: Mapping[str, Timing | Exception],
-    times: dict[str, Timing],
-    errors: dict[str, Exception],
-) -> None:
-    for name, result in results.items():
-        if isinstance(result, Timing):
-            times[name] = result
-        else:
-            errors[name] = result
-            # Or copies would live as long as the error, which knows the frames that hold them.
-            traceback.clear_frames(result.__traceback__)
-
-
-@contextmanager
-def _undisturbed(args: Arguments) -> Iterator[None]:
-    """No gradients, and random numbers go on afterwards as if nothing had drawn any."""
-    devices = {tensor.device.index for tensor in tensors_in(args) if tensor.is_cuda}
-    with torch.no_grad(), torch.random.fork_rng(devices=sorted(devices)):
-        yield
-
-
-def judged(picked: str, rule: str | None, timed: Timed) -> Row:
+def judged(picked: str, rule: str | None, timed: Race) -> Row:
     """What a row says of the pick, the rule and the best: times, spreads, regrets."""
-    last, best = timed.last, timed.best
+    last = timed.last
+    best = min(last, key=lambda name: last[name].us)
     names = {"picked": picked, "best": best}
     if rule is not None and rule in last:
         names["rule"] = rule
@@ -267,7 +208,7 @@ def judged(picked: str, rule: str | None, timed: Timed) -> Row:
     return row
 
 
-def by_variant(named: Mapping[str, Candidate], timed: Timed) -> dict[str, float]:
+def by_variant(named: Mapping[str, Candidate], timed: Race) -> dict[str, float]:
     """The best time of each variant, some of them of the first round only: for orientation."""
     times: dict[str, float] = {}
     for name, timing in {**timed.first, **timed.last}.items():
