@@ -211,7 +211,7 @@ def check_equal(topic: str, mine: Mapping[str, str], *, settled: Settled | None 
 
     settled: whether an entry (its name, and what it is here and on the first rank) differs only by
     what ranks have agreed on in this run. That is no difference: it was tuned since the first rank
-    came here, because nobody had it or because it was stale, and read from a shared table by this
+    came here, because no rank had it or because it was stale, and read from a shared table by this
     rank, which came later.
     """
     found = entries()

@@ -1,7 +1,7 @@
 """Tables of measured choices: small, sorted JSON with one row per line, one file per GPU name.
 
-A row says for which row counts it holds (`covers`), and speaks for no others: between rows, and
-beyond the last of them, the heuristics decide.
+A row says which row counts it covers. Between rows, and beyond the last of them, the heuristics
+decide.
 
 A row is believed only while it can still be true: its variant must exist and support the problem,
 its config must be a launch of that variant for the problem, and its source hash must be that of

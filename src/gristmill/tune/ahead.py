@@ -36,8 +36,8 @@ from gristmill.tune.jobs import Family, Plan, Size
 
 # Arguments that take more of the free memory than this leave too little for results and copies.
 _SHARE_OF_MEMORY = 1 / 3
-# Seconds, for the announcement: on an H200 400 programs of the largest kernels took 40 s in 15
-# processes, and 9564 launches at 180 problems 80 s (2026-11-16).
+# Seconds, for the announcement. On an H200 about 400 programs were compiled in 15 processes and
+# 9564 launches of 180 problems timed in two minutes (2026-11-16); how these divide is a guess.
 _COMPILE_S, _LAUNCH_S, _PROBLEM_S = 1.5, 0.008, 0.05
 _WRITE_EVERY_S = 5.0  # a large table takes a tenth of a second to write
 

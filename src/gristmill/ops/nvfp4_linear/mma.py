@@ -63,9 +63,10 @@ class Mma(Variant):
         return found if self._competes(problem) else found[:1]
 
     def _competes(self, problem: Problem) -> bool:
-        """Whether it can be the fastest: on Hopper warpgroups win beyond 16 rows, by 10% and more.
+        """Whether it can be the fastest.
 
-        Of 22 weights at 16 rows one is faster here (by 8%), at 1 row ten (by 1% to 6%; H200).
+        On an H200 ten of 22 weights were, at 1 row by up to 6%, and one at 16 rows. At 32 to 128
+        rows it took at least 1.6 times as long as `cuda_wgmma` in all of 27 problems.
         """
         if problem.device.capability == (9, 0) and problem.rows > MOST_TOKENS_ON_HOPPER:
             return False
