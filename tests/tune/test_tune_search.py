@@ -523,3 +523,28 @@ def test_measured_weights_lose_next_to_nothing(
     assert max(losses) < 0.08
     # And a server compiles fewer kernels than with the fastest launch at each size.
     assert shared < alone
+
+
+ONE_WINNER = Case(
+    sizes=tiled(),
+    rows=(8, 16, 24, 32, 40, 48, 56, 64),
+    asked=(8, 64),
+    wins=lambda rows: 1,
+    rule=lambda rows: 1 if rows < 32 else 2,
+)
+
+
+def test_without_split_no_row_reaches_across_a_change_of_the_heuristics() -> None:
+    done = replace(ONE_WINNER, split=False).run()
+    assert done.measured == [8, 64]
+    spans = {row.covers for row in done.memory.rows.values()}
+    assert spans == {Span(5, 8), Span(57, 64)}
+
+
+def test_no_row_reaches_across_a_size_that_is_measured_later() -> None:
+    known = replace(ONE_WINNER, rows=(64,), asked=(64,)).run()
+    done = ONE_WINNER.run(known.disk)
+    assert done.measured == [8, 24, 32]
+    assert {row.covers for row in done.steps[0]} == {Span(5, 8), Span(57, 64)}
+    assert {row.covers for row in done.steps[1]} == {Span(5, 24), Span(57, 64)}
+    assert {row.covers for row in done.steps[2]} == {Span(5, 64)}
